@@ -1,0 +1,3 @@
+"""isthmus: Hugging Face checkpoints and Megatron-core training, joined."""
+
+from isthmus._version import __version__ as __version__
