@@ -1,0 +1,164 @@
+"""The weight map: a family's rules, looked up from either side, and what they cover.
+
+A map enumerates every Megatron tensor and every HF tensor of one checkpoint, so that what is missing and what
+is unknown is set arithmetic. Besides rules it holds the source tensors that are left out on purpose, each
+with a reason.
+"""
+
+import itertools
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from string import Formatter
+from typing import NamedTuple
+
+from isthmus.weights.names import collapse
+from isthmus.weights.rule import Rule
+
+
+class HFTensor(NamedTuple):
+    """An HF tensor, or row `index` of a stacked one."""
+
+    name: str
+    index: int | None = None
+
+
+class Bound(NamedTuple):
+    """A rule with its `{i}` and `{e}` filled in."""
+
+    megatron: str
+    rule: Rule
+    hf: tuple[HFTensor, ...]
+    also: tuple[HFTensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Ignored:
+    """HF tensors that no Megatron tensor holds: copied through an export, or dropped, and why.
+
+    In `pattern`, `{i}` stands for a number and `*` for anything.
+    """
+
+    pattern: str
+    because: str
+    copied: bool
+
+
+def ignore(pattern: str, because: str) -> Ignored:
+    """Source tensors that are neither loaded nor exported."""
+    return Ignored(pattern, because, copied=False)
+
+
+def passthrough(pattern: str, because: str) -> Ignored:
+    """Source tensors that are not loaded, and exported with the source's own bytes."""
+    return Ignored(pattern, because, copied=True)
+
+
+@dataclass(slots=True)
+class Coverage:
+    """What becomes of every tensor of a checkpoint, by HF name."""
+
+    loaded: set[str] = field(default_factory=set)
+    passed_through: dict[str, str] = field(default_factory=dict)  # name -> reason
+    dropped: dict[str, str] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)  # a rule wants it, the checkpoint lacks it
+    unknown: list[str] = field(default_factory=list)  # the checkpoint has it, no rule wants it
+
+    def problems(self) -> list[str]:
+        """One line for each kind of gap, names collapsed; empty where every tensor is accounted for."""
+        lines = []
+        if self.missing:
+            lines.append(
+                f"missing from the checkpoint ({len(self.missing)}): " + ", ".join(collapse(self.missing))
+            )
+        if self.unknown:
+            lines.append(f"no rule for ({len(self.unknown)}): " + ", ".join(collapse(self.unknown)))
+        return lines
+
+
+class WeightMap:
+    """All rules of one checkpoint. LookupError where two rules of equal rank claim one Megatron tensor.
+
+    A rule with fewer free indices is more specific and wins over a general one.
+    """
+
+    def __init__(self, rules: Iterable[Rule | Ignored]) -> None:
+        self.megatron: dict[str, Bound] = {}
+        self.ignored: list[Ignored] = []
+        ranks: dict[str, int] = {}
+        contested: list[str] = []
+        for rule in rules:
+            if isinstance(rule, Ignored):
+                self.ignored.append(rule)
+                continue
+            rank = len(_fields(rule.megatron))
+            for bound in _bind(rule):
+                held = ranks.get(bound.megatron)
+                if held == rank:
+                    contested.append(bound.megatron)
+                elif held is None or rank < held:
+                    self.megatron[bound.megatron] = bound
+                    ranks[bound.megatron] = rank
+        if contested:
+            raise LookupError("two rules of equal rank claim " + ", ".join(collapse(contested)))
+        self.hf: dict[str, list[str]] = {}  # HF tensor -> the Megatron tensors that export it
+        for bound in self.megatron.values():
+            for tensor in (*bound.hf, *bound.also):
+                names = self.hf.setdefault(tensor.name, [])
+                if bound.rule.exported:
+                    names.append(bound.megatron)
+        unowned = [name for name, owners in self.hf.items() if not owners]
+        if unowned:
+            raise LookupError("no exported rule writes " + ", ".join(collapse(unowned)))
+
+    def cover(self, hf_names: Iterable[str]) -> Coverage:
+        """What becomes of each of the checkpoint's tensors `hf_names`."""
+        coverage = Coverage()
+        patterns = [(re.compile(_pattern(entry.pattern)), entry) for entry in self.ignored]
+        seen = set()
+        for name in hf_names:
+            seen.add(name)
+            if name in self.hf:
+                coverage.loaded.add(name)
+                continue
+            entry = next((entry for pattern, entry in patterns if pattern.fullmatch(name)), None)
+            if entry is None:
+                coverage.unknown.append(name)
+            elif entry.copied:
+                coverage.passed_through[name] = entry.because
+            else:
+                coverage.dropped[name] = entry.because
+        coverage.missing = [name for name in self.hf if name not in seen]
+        return coverage
+
+
+def _bind(rule: Rule) -> Iterator[Bound]:
+    """The rule for each combination of its indices."""
+    fields = _fields(rule.megatron)
+    unbound = [name for name in fields if name not in rule.indices]
+    if unbound:
+        raise LookupError(f"{rule.megatron}: no values are given for {unbound}")
+    for values in itertools.product(*(rule.indices[name] for name in fields)):
+        index = dict(zip(fields, values, strict=True))
+        yield Bound(
+            rule.megatron.format_map(index),
+            rule,
+            tuple(_hf_tensor(name, index) for name in rule.hf),
+            tuple(_hf_tensor(name, index) for name in rule.also),
+        )
+
+
+def _hf_tensor(template: str, index: Mapping[str, int]) -> HFTensor:
+    name, bracket, row = template.partition("[")
+    return HFTensor(name.format_map(index), int(row.rstrip("]").format_map(index)) if bracket else None)
+
+
+def _fields(template: str) -> Sequence[str]:
+    """The names in braces, each once, in order."""
+    return list(dict.fromkeys(name for _, name, _, _ in Formatter().parse(template) if name))
+
+
+def _pattern(template: str) -> str:
+    """The regular expression of an `Ignored` pattern."""
+    pieces = re.split(r"(\{\w+\}|\*)", template)
+    return "".join(r"\d+" if p.startswith("{") else ".*" if p == "*" else re.escape(p) for p in pieces)
