@@ -1,0 +1,70 @@
+"""The `isthmus` command: parse, run one command, turn what went wrong into an exit code.
+
+A command is one module of this package, named in COMMANDS (a trailing underscore keeps a keyword legal). Its
+docstring's first line is its help; `add_arguments(parser)` declares its options and `run(args)` does the work
+and returns 0 (all right) or 1 (a check failed). A wrong request is a ValueError, LookupError or OSError
+raised anywhere below: `main` prints its message and returns 2. Importing a module of this package does not
+import torch.
+"""
+
+import argparse
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+
+from isthmus import __version__
+from isthmus.cli import output
+
+COMMANDS = ("families",)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit code: 0 all right, 1 a check failed, 2 the request was wrong."""
+    try:
+        args = build_parser().parse_args(argv)
+    except SystemExit as stop:  # argparse: 0 after --help and --version, 2 after a message of its own
+        return stop.code if isinstance(stop.code, int) else 2
+    try:
+        output.check_destination(args)
+        return args.run(args)
+    except (ValueError, LookupError, OSError) as error:
+        if os.environ.get("ISTHMUS_TRACEBACK") == "1":
+            traceback.print_exception(error)
+        else:
+            print(f"isthmus {args.command}: {_message(error)}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The whole command line: one subparser for each command, each with `--json`."""
+    parser = argparse.ArgumentParser(
+        prog="isthmus",
+        description="Hugging Face checkpoints and Megatron-core training, joined.",
+        epilog="Exit codes: 0 all right, 1 a check failed, 2 the request was wrong.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"isthmus {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name in COMMANDS:
+        module = importlib.import_module(f"isthmus.cli.{name}")
+        summary = module.__doc__.partition("\n")[0]
+        command = commands.add_parser(
+            name.rstrip("_"), help=summary.rstrip("."), description=summary, allow_abbrev=False
+        )
+        module.add_arguments(command)
+        output.add_arguments(command)
+        command.set_defaults(run=module.run)
+    return parser
+
+
+def _message(error: Exception) -> str:
+    """What the user reads: the message, with the type's name where the message alone says nothing."""
+    text = str(error).strip()
+    if not text or isinstance(error, KeyError | IndexError | UnicodeError):
+        text = f"{type(error).__name__}: {text} (ISTHMUS_TRACEBACK=1 shows where)"
+    rank = os.environ.get("RANK")
+    return text if rank is None else f"rank {rank}: {text}"

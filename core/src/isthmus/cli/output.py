@@ -1,0 +1,70 @@
+"""Where a command's words go: tables for people, one JSON document for scripts, on the first rank only."""
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+PLAIN_WIDTH = 120  # columns where there is no terminal to ask and COLUMNS is not set
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """`--json FILE`, the same on every command."""
+    parser.add_argument(
+        "--json",
+        metavar="FILE",
+        help="write the result as JSON; '-' is standard output, and what people read then goes to stderr",
+    )
+
+
+def check_destination(args: argparse.Namespace) -> None:
+    """FileNotFoundError or IsADirectoryError where `--json` cannot be written, before any work is done."""
+    if args.json in (None, "-"):
+        return
+    file = Path(args.json)
+    if file.is_dir():
+        raise IsADirectoryError(f"--json {file}: is a folder; give the name of a file")
+    if not file.parent.is_dir():
+        raise FileNotFoundError(f"--json {file}: there is no folder {file.parent}")
+
+
+def is_reporting_rank() -> bool:
+    """True outside torchrun and on rank 0: the one process that prints and writes."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def console(args: argparse.Namespace) -> Console:
+    """Where people read: stdout, or stderr where `--json -` has stdout; silent on ranks other than 0."""
+    stream = sys.stderr if args.json == "-" else sys.stdout
+    width = None if stream.isatty() or "COLUMNS" in os.environ else PLAIN_WIDTH
+    # No markup: tensor names such as experts[{e}] are not styles.
+    return Console(
+        file=stream, width=width, markup=False, emoji=False, highlight=False, quiet=not is_reporting_rank()
+    )
+
+
+def table(*columns: str, right: tuple[str, ...] = (), title: str | None = None) -> Table:
+    """An empty table; `right` names the columns of numbers. Long cells fold, nothing is cut off."""
+    result = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for name in columns:
+        result.add_column(
+            name, justify="right" if name in right else "left", overflow="fold", no_wrap=name in right
+        )
+    return result
+
+
+def write_json(args: argparse.Namespace, document: dict[str, Any]) -> None:
+    """Write `document` where `--json` says; nothing without it and on ranks other than 0."""
+    if args.json is None or not is_reporting_rank():
+        return
+    text = json.dumps(document, indent=2) + "\n"
+    if args.json == "-":
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    else:
+        Path(args.json).write_text(text, encoding="utf-8")

@@ -1,0 +1,75 @@
+"""Run a function on every rank of a layout: torchrun's ranks, or CPU worker processes of this machine."""
+
+import os
+import shlex
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from isthmus.layout import Layout
+
+
+def run(layout: "Layout", function: Callable[..., Any], *args: Any) -> list[Any]:
+    """`function(*args)` on every rank, Megatron's groups initialised; results by rank, on every rank alike.
+
+    `function` belongs to a module; its arguments and its result can be pickled. ValueError where the ranks at
+    hand are not the layout's.
+    """
+    if under_torchrun():
+        return _run_here(layout, function, args)
+
+    import torch
+
+    if torch.cuda.is_available():
+        raise ValueError(
+            f"this machine has GPUs: {layout.world_size} ranks are started by torchrun. Try:\n"
+            f"  {torchrun_command(layout.world_size, torch.cuda.device_count(), sys.argv[1:])}\n"
+            "or set CUDA_VISIBLE_DEVICES= (empty) to run on CPU"
+        )
+    from isthmus.cpu import launch
+
+    return launch.run(layout.world_size, on_rank, layout, function, args)
+
+
+def under_torchrun() -> bool:
+    """True where a launcher has given this process its rank."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def torchrun_command(world_size: int, gpus: int, argv: list[str]) -> str:
+    """The command line to type for the same request under torchrun."""
+    local = min(world_size, gpus)
+    nodes = f"--nnodes {-(-world_size // gpus)} " if world_size > gpus else ""
+    return f"torchrun {nodes}--nproc-per-node {local} -m isthmus {shlex.join(argv)}"
+
+
+def on_rank(layout: "Layout", function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """What each rank runs, torch.distributed initialised: the layout's groups, then the function."""
+    layout.initialize()
+    return function(*args)
+
+
+def _run_here(layout: "Layout", function: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
+    """This process is one of torchrun's ranks."""
+    world_size = int(os.environ["WORLD_SIZE"])
+    if world_size != layout.world_size:
+        raise ValueError(
+            f"torchrun started {world_size} ranks, the layout {layout.as_dict()} has {layout.world_size}."
+            f" Try: --nproc-per-node {layout.world_size}, or other layout options"
+        )
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        backend = "cpu:gloo,cuda:nccl"
+    else:
+        import isthmus.cpu
+
+        isthmus.cpu.install()
+        backend = "gloo"
+    torch.distributed.init_process_group(backend)
+    results: list[Any] = [None] * world_size
+    torch.distributed.all_gather_object(results, on_rank(layout, function, args))
+    torch.distributed.destroy_process_group()
+    return results
