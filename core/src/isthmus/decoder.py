@@ -1,0 +1,198 @@
+"""The fields that every decoder family shares, from config.json to Megatron.
+
+One flat dict holds fields of GPTModelConfig and of its TransformerConfig. A value that Megatron cannot compute
+with raises; where config.json is silent, transformers' own class supplies the value (`HFConfig`).
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from isthmus.config import HFConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """Rotary embedding: `partial` is the rotated fraction of a head, `scaling` whatever else was given."""
+
+    theta: float
+    partial: float
+    kind: str
+    scaling: dict[str, Any]
+
+
+def rope(hf: HFConfig) -> Rope:
+    """The rotary embedding, from `rope_theta`, `partial_rotary_factor`, `rope_scaling` or `rope_parameters`.
+
+    ValueError: two spellings contradict each other, or the parameters differ by layer type.
+    """
+    stated: dict[str, tuple[str, Any]] = {}  # entry -> (where, value)
+
+    def state(entry: str, where: str, value: Any) -> None:
+        if value is None:
+            return
+        if entry in stated and stated[entry][1] != value:
+            first, other = stated[entry]
+            raise ValueError(
+                f"config.json contradicts itself: {first}={other!r}, {where}={value!r}. "
+                "Keep the one the model was trained with"
+            )
+        stated.setdefault(entry, (where, value))
+
+    for section in ("rope_parameters", "rope_scaling"):
+        for key, value in hf.get(section, {}).items():
+            if isinstance(value, Mapping):
+                raise ValueError(
+                    f"config.json: {section}.{key} is set by layer type; this family has one rope"
+                )
+            state("rope_type" if key == "type" else key, f"{section}.{key}", value)
+    for key in ("rope_theta", "partial_rotary_factor"):
+        state(key, key, hf.get(key))
+
+    values = {entry: value for entry, (_, value) in stated.items()}
+    if not {"rope_theta", "partial_rotary_factor"} <= values.keys():
+        default = hf.default("rope_parameters")
+        values.setdefault("rope_theta", default["rope_theta"])
+        values.setdefault("partial_rotary_factor", default.get("partial_rotary_factor", 1.0))
+    return Rope(
+        theta=values.pop("rope_theta"),
+        partial=values.pop("partial_rotary_factor"),
+        kind=values.pop("rope_type", "default"),
+        scaling=values,
+    )
+
+
+def rope_fields(rope: Rope, head_dim: int) -> dict[str, Any]:
+    """Megatron's fields for unscaled rotary embedding. ValueError: scaled, or an odd count of rotated dims."""
+    if rope.kind != "default" or rope.scaling:
+        raise ValueError(
+            f"config.json: rope_type {rope.kind!r} with {rope.scaling} is not supported, only unscaled rope. "
+            "Long-context scaling can be put back into config.json after the export"
+        )
+    dims = int(head_dim * rope.partial)  # rounded down, as both sides do
+    if dims < 2 or dims % 2 or not 0 < rope.partial <= 1:
+        raise ValueError(
+            f"cannot rotate {rope.partial} of head_dim {head_dim}: {dims} dims, expected an even number"
+        )
+    theta = int(rope.theta) if float(rope.theta).is_integer() else rope.theta
+    return {"position_embedding_type": "rope", "rotary_base": theta, "rotary_percent": float(rope.partial)}
+
+
+def layer_types(hf: HFConfig) -> list[str]:
+    """The kind of every layer, by `layer_types` or `full_attention_interval`. ValueError: they disagree."""
+    layers = hf["num_hidden_layers"]
+    listed, interval = hf.get("layer_types"), hf.get("full_attention_interval")
+    types = listed
+    if interval is not None:
+        types = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(layers)]
+        if listed is not None and list(listed) != types:
+            raise ValueError(
+                f"config.json contradicts itself: full_attention_interval={interval} means {types}, "
+                f"layer_types={listed}. Keep the one the model was trained with"
+            )
+    types = list(hf["layer_types"] if types is None else types)
+    if len(types) != layers:
+        raise ValueError(f"config.json: layer_types names {len(types)} layers, num_hidden_layers={layers}")
+    return types
+
+
+def gelu_pytorch_tanh(x: Tensor) -> Tensor:
+    """GELU by its tanh approximation, the function of that name in transformers."""
+    return functional.gelu(x, approximate="tanh")
+
+
+ACTIVATIONS = {
+    "silu": functional.silu,
+    "swish": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_pytorch_tanh": gelu_pytorch_tanh,
+    "relu": functional.relu,
+}
+
+
+def activation(hf: HFConfig, key: str = "hidden_act") -> Callable[[Tensor], Tensor]:
+    """The function that `key` names. ValueError: a name not in `ACTIVATIONS`."""
+    name = hf[key]
+    if name not in ACTIVATIONS:
+        raise ValueError(
+            f"config.json: {key}={name!r} is not supported (supported: {', '.join(ACTIVATIONS)})"
+        )
+    return ACTIVATIONS[name]
+
+
+def torch_dtype(hf: HFConfig) -> torch.dtype | None:
+    """The dtype that the file states as `dtype` or `torch_dtype`, None where it states none."""
+    name = hf.either("dtype", "torch_dtype")
+    if name is None:
+        return None
+    dtype = getattr(torch, str(name).removeprefix("torch."), None)
+    if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ValueError(f"config.json: dtype {name!r} is not a floating-point dtype of torch")
+    return dtype
+
+
+def dtype_fields(dtype: torch.dtype) -> dict[str, Any]:
+    """Megatron's fields for a model whose parameters and pipeline messages have `dtype`."""
+    return {
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype is torch.bfloat16,
+        "fp16": dtype is torch.float16,
+    }
+
+
+def decoder_config(hf: HFConfig, position_fields: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Fields shared by all gated-MLP, RMSNorm, bias-free decoders.
+
+    Args:
+        position_fields: Megatron's position fields, where they are not those of :func:`rope_fields`.
+    """
+    hidden, heads = hf["hidden_size"], hf["num_attention_heads"]
+    head_dim = hf.get("head_dim") or _class_head_dim(hf) or hidden // heads
+    if hf["attention_bias"] or hf.get("mlp_bias"):
+        raise ValueError(
+            "config.json: attention_bias or mlp_bias is true, which is not supported: no biases are loaded"
+        )
+    if position_fields is None:
+        position_fields = rope_fields(rope(hf), head_dim)
+    dtype = torch_dtype(hf)
+    return {
+        "num_layers": hf["num_hidden_layers"],
+        "hidden_size": hidden,
+        "ffn_hidden_size": hf["intermediate_size"],
+        "num_attention_heads": heads,
+        "num_query_groups": hf["num_key_value_heads"],
+        "kv_channels": head_dim,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": hf["rms_norm_eps"],
+        "add_bias_linear": False,
+        "add_qkv_bias": False,
+        "gated_linear_unit": True,
+        "activation_func": activation(hf),
+        "hidden_dropout": 0.0,  # no Hugging Face decoder here drops hidden states
+        "attention_dropout": hf["attention_dropout"],
+        "attention_softmax_in_fp32": True,
+        "init_method_std": hf["initializer_range"],
+        "vocab_size": hf["vocab_size"],
+        # Padding rows enter Megatron's softmax: pad no further than tensor parallelism needs.
+        "should_pad_vocab": True,
+        "make_vocab_size_divisible_by": 1,
+        "share_embeddings_and_output_weights": hf["tie_word_embeddings"],
+        "seq_length": hf["max_position_embeddings"],
+        **position_fields,
+        "transformer_impl": "transformer_engine",
+        "gradient_accumulation_fusion": False,  # changes no value, and needs a CUDA extension
+        **({} if dtype is None else dtype_fields(dtype)),
+    }
+
+
+def _class_head_dim(hf: HFConfig) -> int | None:
+    """The class default of `head_dim`, None where the class divides the hidden size by the heads instead."""
+    try:
+        return hf.default("head_dim")
+    except LookupError:
+        return None
