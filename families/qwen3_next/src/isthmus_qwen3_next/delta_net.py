@@ -1,0 +1,73 @@
+"""The gated delta net, twice: HF's own module hosted, and Megatron's with HF's ones-centred output norm."""
+
+import copy
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import nn
+
+from isthmus.hosting.module import HostedModule
+from isthmus.precision import mark_param_dtype
+
+ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "relu": F.relu}
+
+
+class HostedDeltaNet(HostedModule):
+    """transformers' Qwen3NextGatedDeltaNet as a Megatron layer's self_attention; its input norm stays outside."""
+
+    hosted_name = "linear_attn"
+    fp32_params = ("A_log",)  # a decay rate exp(-exp(A_log) dt): rounding it moves what the layer remembers
+
+    def build_hf_module(self, config: TransformerConfig) -> nn.Module:
+        """HF's module for one linear-attention layer of `config`."""
+        from transformers import Qwen3NextConfig
+        from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
+
+        hf = Qwen3NextConfig(
+            hidden_size=config.hidden_size,
+            hidden_act=activation_name(config),
+            rms_norm_eps=config.layernorm_epsilon,
+            initializer_range=config.init_method_std,
+            linear_conv_kernel_dim=config.linear_conv_kernel_dim,
+            linear_key_head_dim=config.linear_key_head_dim,
+            linear_value_head_dim=config.linear_value_head_dim,
+            linear_num_key_heads=config.linear_num_key_heads,
+            linear_num_value_heads=config.linear_num_value_heads,
+            num_hidden_layers=1,
+            layer_types=["linear_attention"],
+        )
+        return Qwen3NextGatedDeltaNet(hf, layer_idx=0)
+
+
+class NativeDeltaNet(GatedDeltaNet):
+    """Megatron's delta net, `A_log` in float32: Megatron takes its exponential in the parameter's dtype."""
+
+    def __init__(self, *args: Any, pp_layer_offset: int | None = None, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        mark_param_dtype(self.A_log, torch.float32)
+
+
+class OnesCentredNorm:
+    """Builds `norm` with weights around 1 whatever the model's norms do: HF's delta net has no 1 + w.
+
+    A class because Megatron's build_module calls classes only; what it builds is an instance of `norm`.
+    """
+
+    def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float, *, norm: Any) -> Any:
+        config = copy.copy(config)
+        config.layernorm_zero_centered_gamma = False
+        return norm(config=config, hidden_size=hidden_size, eps=eps)
+
+
+def activation_name(config: TransformerConfig) -> str:
+    """HF's name of `config.activation_func`; ValueError where HF has none for it."""
+    for name, function in ACTIVATIONS.items():
+        if config.activation_func is function:
+            return name
+    raise ValueError(
+        f"activation_func {config.activation_func} has no name that transformers knows; expected one of "
+        f"{sorted(ACTIVATIONS)}"
+    )
