@@ -1,4 +1,4 @@
-"""The sessions of the repository; `nox -l` lists them. Arguments after `--` go to the tool that a session runs."""
+"""The repository's sessions; `nox -l` lists them, arguments after `--` go to the tool that a session runs."""
 
 import shutil
 import subprocess
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent
 GROUPS = nox.project.load_toml("pyproject.toml")["dependency-groups"]
 FAMILIES = sorted(project.parent.name for project in ROOT.glob("families/*/pyproject.toml"))
 EVERYTHING = ["core", *(f"families/{name}" for name in FAMILIES)]
-# megatron-core needs 3.12. A nox that runs on an older Python looks for a newer one and says where there is none.
+# megatron-core needs 3.12. A nox on an older Python looks for a newer one and says where there is none.
 PYTHON = None if sys.version_info >= (3, 12) else "3.12"
 CPU_ONLY = ("-m", "not gpu")
 
@@ -50,7 +50,7 @@ def build_into(session: nox.Session, folder: Path, *packages: str, targets: tupl
 
 @nox.session(python=PYTHON, default=False)
 def demo(session: nox.Session) -> None:
-    """A tiny checkpoint imported, trained, exported and compared with Hugging Face, on CPU: `isthmus demo`."""
+    """A tiny checkpoint imported, trained, exported and compared with Hugging Face, on CPU."""
     install_editable(session, *EVERYTHING)
     session.run("isthmus", "demo", *session.posargs)
 
@@ -74,7 +74,7 @@ def tests(session: nox.Session) -> None:
 @nox.session(python=PYTHON, default=False, reuse_venv=False)
 @one_each
 def family(session: nox.Session, family: str) -> None:
-    """One family's tests with core and no other family beside it, from built wheels in a clean environment."""
+    """One family's tests with core alone beside it, from built wheels in a clean environment."""
     install_wheels(session, "core", f"families/{family}")
     session.run("isthmus", "families")
     session.run("pytest", f"families/{family}/tests", *CPU_ONLY, *session.posargs)

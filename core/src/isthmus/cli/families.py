@@ -57,7 +57,7 @@ def _describe(entry: "Entry") -> dict[str, Any]:
     try:
         family = entry.load()
     except Exception as error:  # whatever a package raises at import is that package's line, not our crash
-        row["error"] = f"{type(error).__name__}: {error}"
+        row["error"] = str(error) if isinstance(error, LookupError) else f"{type(error).__name__}: {error}"
     else:
         row["name"] = family.name
         row["layout_axes"] = [axis for axis in AXES if axis in family.axes]
