@@ -1,0 +1,106 @@
+"""Which files of a folder hold its weights, and whether the index and the files agree."""
+
+import json
+import os
+import re
+from pathlib import Path
+
+from isthmus.checkpoint.header import Defects, TensorInfo, read_header
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+_SHARD = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
+_OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.gguf", "*.ckpt", "*.h5", "*.msgpack", "*.index.json")
+
+
+def read_tensors(folder: Path) -> tuple[dict[str, TensorInfo], dict[str, os.stat_result]]:
+    """Every tensor of a checkpoint folder in file order, and each file's status; reads headers only.
+
+    ValueError lists everything that is wrong: files that are missing, truncated or corrupt, tensors held
+    twice, and every tensor on which index and files disagree.
+    """
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is not a folder; give the folder that holds config.json and {SINGLE}")
+    defects = Defects()
+    weight_map = _weight_map(folder, defects)
+    names = sorted(set(weight_map.values())) if weight_map is not None else _unindexed(folder, defects)
+    tensors: dict[str, TensorInfo] = {}
+    files: dict[str, os.stat_result] = {}
+    unread = set()
+    for name in names:
+        if not (folder / name).is_file():
+            defects.add(f"{INDEX} names files that are not there", name, "download or copy them again")
+            unread.add(name)
+            continue
+        found, status = read_header(folder / name, defects)
+        if status is None or not found:
+            unread.add(name)
+        else:
+            files[name] = status
+        for info in found:
+            if info.name in tensors:
+                defects.add("held by two files", info.name, f"{tensors[info.name].file} and {name}")
+            tensors.setdefault(info.name, info)
+    if weight_map is not None:
+        _compare(weight_map, tensors, unread, defects)
+        for path in sorted(folder.iterdir()):
+            if _SHARD.fullmatch(path.name) and path.name not in names:
+                defects.add(f"not named by {INDEX}", path.name, "two checkpoints in one folder?")
+    defects.raise_any(folder)
+    return tensors, files
+
+
+def _weight_map(folder: Path, defects: Defects) -> dict[str, str] | None:
+    """Tensor name -> file name as the index has it; None where the folder has no index."""
+    path = folder / INDEX
+    if not path.exists():
+        return None
+    try:
+        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        names = set(weight_map.values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        defects.add(f"{INDEX}: corrupt", detail=f"{type(error).__name__}: {error}")
+        defects.raise_any(folder)
+        raise
+    outside = sorted(str(name) for name in names if not isinstance(name, str) or Path(name).name != name)
+    if outside or not names:
+        defects.add(f"{INDEX}: no names of files in this folder", ", ".join(outside))
+        defects.raise_any(folder)
+    return weight_map
+
+
+def _unindexed(folder: Path, defects: Defects) -> list[str]:
+    """The one file of a folder without an index."""
+    found = sorted(path.name for path in folder.glob("*.safetensors"))
+    shards = [name for name in found if _SHARD.fullmatch(name)]
+    if shards == [SINGLE]:
+        return shards
+    if found:
+        defects.add(
+            f"no {INDEX}, and so no telling which files are the model", ", ".join(found), "copy the index too"
+        )
+    else:
+        others = sorted({path.name for pattern in _OTHER_WEIGHTS for path in folder.glob(pattern)})
+        convert = "convert it to safetensors first" if others else "is this the right folder?"
+        holds = f"; found {', '.join(others)}" if others else ""
+        defects.add(f"holds no safetensors file{holds}: {convert}")
+    defects.raise_any(folder)
+    return []
+
+
+def _compare(
+    weight_map: dict[str, str], tensors: dict[str, TensorInfo], unread: set[str], defects: Defects
+) -> None:
+    """Index against headers, both ways; files that could not be read have been reported already."""
+    for name, file in weight_map.items():
+        if file in unread:
+            continue
+        if name not in tensors:
+            defects.add(f"named by {INDEX} but in no file", name, f"should be in {file}")
+        elif tensors[name].file != file:
+            defects.add(
+                f"in another file than {INDEX} says", name, f"index {file}, found in {tensors[name].file}"
+            )
+    for name, info in tensors.items():
+        if name not in weight_map:
+            defects.add(f"in a file but not named by {INDEX}", name, f"in {info.file}")

@@ -1,0 +1,234 @@
+"""Safetensors files written in one pass: the header first, then every tensor at its known place.
+
+Tensor bytes go from where they are to the file; only what is not contiguous, or not on the CPU, is copied,
+a block at a time.
+"""
+
+import json
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from isthmus.checkpoint.header import CODES, Defects, encode, read_header
+from isthmus.checkpoint.index import INDEX, SINGLE
+
+BLOCK = 64 << 20  # bytes copied at a time for a tensor that cannot be written from where it lies
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+@dataclass(frozen=True, slots=True)
+class OutputTensor:
+    """A tensor to be written."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def parse_size(text: str | int) -> int:
+    """Bytes of "5GB" (10**9), "5GiB" (2**30) or a plain number; at least 1."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Z]*)", str(text).strip().upper())
+    size = int(float(match[1]) * _UNITS[match[2]]) if match and match[2] in _UNITS else 0
+    if size < 1:
+        raise ValueError(f"{text!r} is not a size; write it as 5GB, 500MB or 2GiB")
+    return size
+
+
+def split_files(tensors: Sequence[OutputTensor], max_shard_size: int) -> list[list[OutputTensor]]:
+    """Tensors in their order, cut into files of at most `max_shard_size` bytes or of one tensor each."""
+    files: list[list[OutputTensor]] = []
+    room = 0
+    for tensor in tensors:
+        if not files or tensor.nbytes > room:
+            files.append([])
+            room = max_shard_size
+        files[-1].append(tensor)
+        room -= tensor.nbytes
+    return files
+
+
+def shard_names(count: int) -> list[str]:
+    """File names as transformers writes and expects them."""
+    if count == 1:
+        return [SINGLE]
+    return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+
+
+class ShardWriter:
+    """One safetensors file; a context manager. Tensors may come in any order, stacked ones row by row.
+
+    In the file they have the order given, unless a dtype would come to lie unaligned: then wider dtypes
+    come first. Several processes may write one file, each its own tensors or rows.
+    """
+
+    def __init__(self, path: str | Path, tensors: Sequence[OutputTensor]) -> None:
+        self.path = Path(path)
+        self._places: dict[str, tuple[OutputTensor, int]] = {}  # where each begins, in bytes of data
+        self._written: dict[str, set[int | None]] = {}  # rows; None is the whole tensor
+        for tensor in tensors:
+            if tensor.dtype not in CODES:
+                raise ValueError(f"{tensor.name}: safetensors has no {tensor.dtype}; cast it first")
+            if tensor.name in self._places:
+                raise ValueError(f"{self.path}: {tensor.name} is listed twice")
+            self._places[tensor.name] = tensor, 0
+        self.size = 0  # bytes, header included
+        for tensor in _aligned(tensors):
+            self._places[tensor.name] = tensor, self.size
+            self.size += tensor.nbytes
+        header = encode(
+            (tensor.name, tensor.dtype, tensor.shape, begin, begin + tensor.nbytes)
+            for tensor, begin in sorted(self._places.values(), key=lambda place: place[1])
+        )
+        self._data = len(header)
+        self.size += self._data
+        self._fd: int | None = None
+        try:
+            # Not truncated: another process may be writing its part of the same file.
+            self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o666)
+        except OSError as error:
+            raise self._failure(error, "the file") from error
+        self._put(memoryview(header), 0, "the header")
+
+    def write(self, name: str, tensor: torch.Tensor, index: int | None = None) -> None:
+        """Writes a tensor, or row `index` of a stacked one; ValueError if it is not what was declared."""
+        if name not in self._places:
+            raise LookupError(f"{self.path.name} has no tensor {name!r}; it was opened for other names")
+        declared, begin = self._places[name]
+        shape, label = declared.shape, name
+        if index is not None:
+            label = f"{name}[{index}]"
+            if not shape or not 0 <= index < shape[0]:
+                raise ValueError(f"{name}: no row {index} in shape {shape}")
+            shape = shape[1:]
+            begin += index * (declared.nbytes // declared.shape[0])
+        if tensor.dtype != declared.dtype or tuple(tensor.shape) != shape:
+            raise ValueError(
+                f"{label}: declared {declared.dtype} {shape}, given {tensor.dtype} {tuple(tensor.shape)}"
+            )
+        rows = self._written.setdefault(name, set())
+        if index in rows or None in rows or (index is None and rows):
+            raise ValueError(f"{label} is written twice to {self.path}")
+        begin += self._data
+        for block in _blocks(tensor.detach()):
+            self._put(block, begin, label)
+            begin += len(block)
+        rows.add(index)
+
+    def missing(self) -> list[str]:
+        """Tensors, or `name[row]`, that this writer has not written."""
+        names = []
+        for name, (tensor, _) in self._places.items():
+            rows = self._written.get(name, set())
+            if not rows and tensor.nbytes:
+                names.append(name)
+            elif rows and None not in rows:
+                names.extend(f"{name}[{row}]" for row in range(tensor.shape[0]) if row not in rows)
+        return names
+
+    def close(self, partial: bool = False) -> None:
+        """Closes the file; ValueError naming what was never written, unless others write the rest."""
+        if self._fd is None:
+            return
+        fd, self._fd = self._fd, None
+        try:
+            os.close(fd)
+        except OSError as error:
+            raise self._failure(error, "its last bytes") from error
+        missing = [] if partial else self.missing()
+        if missing:
+            from isthmus.weights import collapse
+
+            raise ValueError(f"never written to {self.path}:\n  " + "\n  ".join(collapse(missing)))
+
+    def __enter__(self) -> "ShardWriter":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close(partial=kind is not None)  # an error under way is the one to report
+
+    def _put(self, data: memoryview, place: int, label: str) -> None:
+        if self._fd is None:
+            raise ValueError(f"{self.path} is closed; {label} comes too late")
+        try:
+            while data:
+                count = os.pwrite(self._fd, data, place)
+                data, place = data[count:], place + count
+        except OSError as error:
+            raise self._failure(error, f"{label} ({len(data):,} bytes at {place:,})") from error
+
+    def _failure(self, error: OSError, label: str) -> OSError:
+        """The same kind of error, with what was being written, where, and the room there is."""
+        try:
+            state = os.statvfs(self.path.parent)
+            room = f"{state.f_bavail * state.f_frsize:,} bytes free"
+        except OSError:
+            room = "no such folder"
+        return OSError(
+            error.errno,
+            f"{os.strerror(error.errno or 0)}: cannot write {label} of {self.path}, "
+            f"a file of {self.size:,} bytes ({room})",
+        )
+
+
+def write_index(folder: str | Path, files: Mapping[str, Sequence[OutputTensor]]) -> None:
+    """Writes the index of a folder's files, computed from their headers; none where it has a single file.
+
+    ValueError where the files do not hold exactly what they were declared to hold.
+    """
+    folder = Path(folder)
+    defects = Defects()
+    weight_map: dict[str, str] = {}
+    total = 0
+    for file, declared in files.items():
+        found, _ = read_header(folder / file, defects)
+        expected = {tensor.name: (tensor.dtype, tensor.shape) for tensor in declared}
+        for info in found:
+            if expected.pop(info.name, None) != (info.dtype, info.shape):
+                defects.add(f"{file}: not as declared", info.name, f"{info.dtype} {info.shape}")
+            if info.name in weight_map:
+                defects.add("in two files", info.name, f"{weight_map[info.name]} and {file}")
+            weight_map[info.name] = file
+            total += info.nbytes
+        for name in expected:
+            defects.add(f"{file}: declared but not there", name)
+    defects.raise_any(folder)
+    if list(files) == [SINGLE]:
+        return
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+    (folder / INDEX).write_text(text, encoding="utf-8")
+
+
+def _aligned(tensors: Sequence[OutputTensor]) -> list[OutputTensor]:
+    """The order given if every tensor then begins at a multiple of its item size, else wide dtypes first."""
+    begin = 0
+    for tensor in tensors:
+        if begin % tensor.dtype.itemsize:
+            return sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
+        begin += tensor.nbytes
+    return list(tensors)
+
+
+def _blocks(tensor: torch.Tensor) -> Iterator[memoryview]:
+    """A tensor's bytes in order, as views of its own memory where that is possible."""
+    if tensor.numel() == 0:
+        return
+    if tensor.device.type == "cpu" and tensor.is_contiguous():
+        yield memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+    elif tensor.dim() > 1 and tensor.numel() * tensor.itemsize > BLOCK:
+        rows = max(1, BLOCK // (tensor[0].numel() * tensor.itemsize))
+        for part in tensor.split(rows):
+            # One row may still be larger than a block: a stack of experts.
+            yield from _blocks(part[0] if len(part) == 1 else part.contiguous().cpu())
+    else:
+        yield from _blocks(tensor.cpu().contiguous())
