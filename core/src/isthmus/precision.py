@@ -1,9 +1,9 @@
 """Parameters that keep their dtype when the model around them is cast, with their exact bits.
 
-The one idea: a rounded value can never be widened back, so the bits must be held *before* the cast and put back
-after it. A mark therefore keeps a reference to the parameter's storage; casting a module gives its parameters new
-storage and leaves the old one, with everything written into it so far, to the mark. Order matters: build, mark,
-(load), cast, enforce, then DDP and the optimizer, which take views of what they find.
+The one idea: a rounded value can never be widened back, so the bits must be held *before* the cast and put
+back after it. A mark therefore keeps a reference to the parameter's storage; casting a module gives its
+parameters new storage and leaves the old one, with everything written into it so far, to the mark. Order
+matters: build, mark, (load), cast, enforce, then DDP and the optimizer, which take views of what they find.
 """
 
 from collections.abc import Iterable
@@ -29,15 +29,15 @@ class _Mark:
 def mark_param_dtype(param: nn.Parameter, dtype: torch.dtype) -> None:
     """Make `param` of `dtype` now, and remember to keep it so through any later cast of its module.
 
-    A narrower parameter is widened in place, exactly. Values may be written into the parameter at any time before
-    the cast: the mark shares its storage. A cast that came before the mark has already rounded, and only whoever
-    holds the source can give the bits back. Also sets `param.keep_in_fp32`, which later versions of megatron-core
-    read. ValueError where `dtype` could not hold the parameter's values.
+    A narrower parameter is widened in place, exactly. Values may be written into the parameter at any time
+    before the cast: the mark shares its storage. A cast that came before the mark has already rounded, and
+    only whoever holds the source can give the bits back. Also sets `param.keep_in_fp32`, which later versions
+    of megatron-core read. ValueError where `dtype` could not hold the parameter's values.
     """
     if torch.promote_types(param.dtype, dtype) != dtype or not dtype.is_floating_point:
         raise ValueError(
-            f"cannot mark a {param.dtype} parameter of shape {tuple(param.shape)} as {dtype}: values would be "
-            "rounded. Cast it first, or mark it with a dtype that holds them"
+            f"cannot mark a {param.dtype} parameter of shape {tuple(param.shape)} as {dtype}: values would "
+            "be rounded. Cast it first, or mark it with a dtype that holds them"
         )
     param.data = param.data.to(dtype)
     param.keep_in_fp32 = dtype == torch.float32  # type: ignore[attr-defined]
@@ -54,10 +54,10 @@ def marked_dtype(param: nn.Parameter) -> torch.dtype | None:
 def enforce_marked_param_dtypes(model_chunks: nn.Module | Iterable[nn.Module]) -> list[str]:
     """Give marked parameters their dtype and exact bits back; the names of all marked parameters.
 
-    Call it after the cast (Megatron's Float16Module) and before DDP. Calling it again changes nothing.
-    A parameter whose value changed *after* the cast has no exact value to go back to, neither the held one, which
-    is out of date, nor the current one, which is rounded: that is a ValueError naming all such parameters, and
-    nothing is changed. Enforce first, then load: a load into an enforced parameter is exact.
+    Call it after the cast (Megatron's Float16Module) and before DDP. Calling it again changes nothing. A
+    parameter whose value changed *after* the cast has no exact value to go back to, neither the held one,
+    which is out of date, nor the current one, which is rounded: that is a ValueError naming all such
+    parameters, and nothing is changed. Enforce first, then load: a load into an enforced parameter is exact.
     """
     chunks = [model_chunks] if isinstance(model_chunks, nn.Module) else list(model_chunks)
     named = [(name, param) for chunk in chunks for name, param in chunk.named_parameters()]

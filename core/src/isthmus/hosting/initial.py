@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 @contextmanager
 def nan_for_empty() -> Iterator[None]:
-    """While building: `torch.empty` gives NaN, so that :func:`initialise` can tell what nobody initialised."""
+    """While building: `torch.empty` gives NaN, so that :func:`initialise` finds what nobody initialised."""
     with _NanForEmpty():
         yield
 
@@ -28,9 +28,9 @@ class _NanForEmpty(TorchFunctionMode):
 def initialise(hf_module: nn.Module, std: float) -> None:
     """Fill every parameter as transformers would, from the default random state, in place.
 
-    Outside a PreTrainedModel, HF leaves some parameters to `_init_weights` of the model, so that is called here for
-    every part; a module from a file without one has initialised itself. ValueError names parameters that are still
-    NaN where the module was built under :func:`nan_for_empty`.
+    Outside a PreTrainedModel, HF leaves some parameters to `_init_weights` of the model, so that is called
+    here for every part; a module from a file without one has initialised itself. ValueError names parameters
+    that are still NaN where the module was built under :func:`nan_for_empty`.
 
     Args:
         std: standard deviation of the matrices, where the HF module carries no config of its own that says.
@@ -43,8 +43,8 @@ def initialise(hf_module: nn.Module, std: float) -> None:
     empty = [name for name, parameter in hf_module.named_parameters() if parameter.isnan().any()]
     if empty:
         raise ValueError(
-            f"{type(hf_module).__name__} left {empty} uninitialised, and its modeling file has no rule for them. "
-            "Override HostedModule.initialise, or build with perform_initialization=False and load weights"
+            f"{type(hf_module).__name__} left {empty} uninitialised, and its modeling file has no rule for "
+            "them. Override HostedModule.initialise, or build with perform_initialization=False and load weights"
         )
 
 

@@ -1,8 +1,8 @@
 """A Hugging Face module inside a Megatron layer: whole on every tensor-parallel rank, with exact gradients.
 
-`[s, b, h]` activations (the local slice of s under sequence parallelism) become HF's `[b, s, h]` and back. Every
-rank of the tensor-parallel group runs the whole module on the same whole sequences, so every rank holds the whole
-gradient of every parameter and the copies stay bitwise equal. What is not exact is refused.
+`[s, b, h]` activations (the local slice of s under sequence parallelism) become HF's `[b, s, h]` and back.
+Every rank of the tensor-parallel group runs the whole module on the same whole sequences, so every rank holds
+the whole gradient of every parameter and the copies stay bitwise equal. What is not exact is refused.
 """
 
 import sys
@@ -25,8 +25,8 @@ from isthmus.precision import mark_param_dtype
 class HostedModule(MegatronModule):
     """Base class of a layer's `self_attention` that is an HF module, run as it is.
 
-    A subclass gives :meth:`build_hf_module`, and :meth:`run` where the HF module wants more than the activations.
-    Megatron's specs pass all the arguments below; only `config` is needed.
+    A subclass gives :meth:`build_hf_module`, and :meth:`run` where the HF module wants more than the
+    activations. Megatron's specs pass all the arguments below; only `config` is needed.
 
     Attributes:
         hosted_name: the attribute that holds the HF module, and so its prefix in parameter names.
@@ -74,8 +74,8 @@ class HostedModule(MegatronModule):
     def initialise(self, hf_module: nn.Module) -> None:
         """Fill the HF module's parameters in place, by default with transformers' own rules.
 
-        Draws from the default random state, which Megatron seeds alike on all ranks of a tensor-parallel group:
-        the copies start equal.
+        Draws from the default random state, which Megatron seeds alike on all ranks of a tensor-parallel
+        group: the copies start equal.
         """
         initialise(hf_module, self.config.init_method_std)
 
@@ -112,7 +112,8 @@ class HostedModule(MegatronModule):
             output = torch.cat([self.run(self.hosted, hidden[:, a:b]) for a, b in bounds], dim=1)
         if output.shape != hidden.shape:
             raise ValueError(
-                f"{type(self.hosted).__name__} returned {tuple(output.shape)} for {tuple(hidden.shape)} (b, s, h)"
+                f"{type(self.hosted).__name__} returned {tuple(output.shape)} for (b, s, h) = "
+                f"{tuple(hidden.shape)}; override run() to give an output of the same shape"
             )
         full = output.transpose(0, 1).contiguous()
         return (leave_replicated(full, self.tp_group) if self._sequence_parallel else full), None
@@ -127,8 +128,8 @@ class HostedModule(MegatronModule):
     def _refuse_context_parallel(self, group: torch.distributed.ProcessGroup | None) -> None:
         if group is not None and group.size() > 1:
             raise ValueError(
-                f"{type(self).__name__} does not divide sequences: context_parallel_size is {group.size()}, and a "
-                "hosted module needs whole ones. Set context_parallel_size=1"
+                f"{type(self).__name__} does not divide sequences: context_parallel_size is {group.size()}, "
+                "and a hosted module needs whole ones. Set context_parallel_size=1"
             )
 
     def _build(self) -> nn.Module:

@@ -1,10 +1,12 @@
-"""Where a hosted module's activations enter and leave Megatron's parallel layout, and what gradients do there.
+"""Where a hosted module's activations enter and leave Megatron's parallel layout, and what gradients do
+there.
 
-An entry and an exit are a pair: which backward the entry needs follows from the exit. With y = f(x) mixing the
-whole sequence, the gradient of one rank's slice of x is the sum of what the outputs of *all* ranks contribute.
-Either the exit's backward has already brought every rank the whole output gradient, and the entry may only take
-its own slice of an input gradient that is complete; or it has not, and the entry must sum. A slice after an exit
-that did not gather loses every cross-rank term; a sum after an exit that did inflates by the group's size.
+An entry and an exit are a pair: which backward the entry needs follows from the exit. With y = f(x) mixing
+the whole sequence, the gradient of one rank's slice of x is the sum of what the outputs of *all* ranks
+contribute. Either the exit's backward has already brought every rank the whole output gradient, and the entry
+may only take its own slice of an input gradient that is complete; or it has not, and the entry must sum. A
+slice after an exit that did not gather loses every cross-rank term; a sum after an exit that did inflates by
+the group's size.
 
 Shapes are local unless said otherwise; S tokens are dim 0, and a group of size 1 costs nothing.
 """
@@ -20,7 +22,8 @@ def enter_replicated(local: torch.Tensor, group: torch.distributed.ProcessGroup)
     """Tokens of all ranks, (S / size, ...) -> (S, ...); backward takes this rank's slice, unsummed.
 
     For work that every rank of `group` repeats in full, left through :func:`leave_replicated`: that exit's
-    backward gives every rank the whole output gradient, so every rank computes the whole, equal input gradient.
+    backward gives every rank the whole output gradient, so every rank computes the whole, equal input
+    gradient.
     """
     return gather_from_sequence_parallel_region(local, tensor_parallel_output_grad=False, group=group)
 

@@ -1,8 +1,8 @@
 """HF modeling files on CPU: their own torch functions in place of GPU kernels bound at import.
 
-transformers binds a kernel package's function (fla, causal_conv1d) to the modeling file's global when that file is
-imported, whatever the device, so with fla installed a delta net cannot run on CPU tensors. The torch function that
-the kernel replaced is still there, wrapped. Nothing here runs at import.
+transformers binds a kernel package's function (fla, causal_conv1d) to the modeling file's global when that
+file is imported, whatever the device, so with fla installed a delta net cannot run on CPU tensors. The torch
+function that the kernel replaced is still there, wrapped. Nothing here runs at import.
 """
 
 import functools
@@ -20,8 +20,8 @@ def use_torch_functions(modeling: ModuleType) -> list[str]:
         modeling: a module such as `transformers.models.qwen3_next.modeling_qwen3_next`, with every model made
             from it changed, also those made before. For processes without a GPU.
 
-    The torch functions cannot keep packed sequences apart and would ignore their boundaries; once bound here they
-    raise ValueError when given any, as transformers itself does where no kernel package is installed.
+    The torch functions cannot keep packed sequences apart and would ignore their boundaries; once bound here
+    they raise ValueError when given any, as transformers itself does where no kernel package is installed.
     """
     names = [name for name, value in vars(modeling).items() if _is_kernel(value, modeling)]
     for name in names:
@@ -30,7 +30,7 @@ def use_torch_functions(modeling: ModuleType) -> list[str]:
 
 
 def _is_kernel(value: object, modeling: ModuleType) -> bool:
-    """Whether `value` is a function that `modeling` defines in torch and transformers wrapped with a kernel."""
+    """Whether `value` is a torch function of `modeling` that transformers wrapped with a kernel."""
     return (
         isinstance(value, FunctionType)
         and value.__globals__.get("__name__") == "transformers.integrations.hub_kernels"
@@ -39,7 +39,7 @@ def _is_kernel(value: object, modeling: ModuleType) -> bool:
 
 
 def _without_boundaries(name: str, torch_function: Callable) -> Callable:
-    """`torch_function`, refusing sequence boundaries; like transformers' wrapper it drops keywords it lacks."""
+    """`torch_function`, refusing sequence boundaries; like transformers' wrapper it drops unknown keywords."""
     parameters = inspect.signature(torch_function).parameters
 
     @functools.wraps(torch_function)

@@ -16,7 +16,7 @@ ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "relu": F.relu}
 
 
 class HostedDeltaNet(HostedModule):
-    """transformers' Qwen3NextGatedDeltaNet as a Megatron layer's self_attention; its input norm stays outside."""
+    """transformers' Qwen3NextGatedDeltaNet as a layer's self_attention; its input norm stays outside."""
 
     hosted_name = "linear_attn"
     fp32_params = ("A_log",)  # a decay rate exp(-exp(A_log) dt): rounding it moves what the layer remembers

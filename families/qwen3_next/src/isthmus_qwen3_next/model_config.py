@@ -17,7 +17,8 @@ class Qwen3NextModelConfig(GPTModelConfig):
     Attributes:
         delta_net: "hosted" runs HF's module, whole on every tensor-parallel rank; "megatron" runs Megatron's,
             its heads divided over tensor-parallel ranks.
-        hidden_act: name of `transformer.activation_func`, taken from it when None. A config written by `as_dict`
+        hidden_act: name of `transformer.activation_func`, taken from it when None. A config written by
+        `as_dict`
             holds no functions, and `from_dict` gets this one back by its name.
     """
 

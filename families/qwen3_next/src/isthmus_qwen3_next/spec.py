@@ -1,4 +1,5 @@
-"""Megatron layer specs of Qwen3-Next: Megatron's own layers, with a delta net in place of three attentions in four.
+"""Megatron layer specs of Qwen3-Next: Megatron's own layers, with a delta net in place of three attentions in
+four.
 
 `layer_spec` is what `GPTModelConfig.transformer_layer_spec` and Megatron's `--spec` call.
 """
@@ -25,11 +26,12 @@ DELTA_NETS = ("hosted", "megatron")
 def layer_spec(
     model_config: Any, config: TransformerConfig | int | None = None, vp_stage: int | None = None
 ) -> TransformerBlockSubmodules:
-    """The decoder layers of this pipeline stage, called as (model_config, vp_stage) or (args, config, vp_stage).
+    """The decoder layers of this pipeline stage, called as (model_config, vp_stage) or (args, config,
+    vp_stage).
 
-    `delta_net` of the first argument chooses the delta net: "hosted" (HF's module, the default) or "megatron".
-    `config.linear_attention_freq` says which layers have one (1) and which full attention (0), and
-    `config.moe_layer_freq` which have experts, as everywhere in Megatron.
+    `delta_net` of the first argument chooses the delta net: "hosted" (HF's module, the default) or
+    "megatron". `config.linear_attention_freq` says which layers have one (1) and which full attention (0),
+    and `config.moe_layer_freq` which have experts, as everywhere in Megatron.
     """
     if isinstance(config, int):
         config, vp_stage = None, config
@@ -80,8 +82,8 @@ def _native(layer: ModuleSpec, config: TransformerConfig, backend: BackendSpecPr
 def _replaced(layer: ModuleSpec, attention: ModuleSpec, norm: Any, keys: dict[str, str]) -> ModuleSpec:
     """A copy of `layer` with another attention, norm before it, and checkpoint keys of that norm.
 
-    Megatron's unfused layers save the input norm under the name it has when fused into linear_qkv, which a layer
-    with a delta net does not have.
+    Megatron's unfused layers save the input norm under the name it has when fused into linear_qkv, which a
+    layer with a delta net does not have.
     """
     kept = {
         name: key
@@ -124,15 +126,17 @@ def _check(config: TransformerConfig, delta_net: str) -> None:
         raise ValueError(f"delta_net must be one of {DELTA_NETS}, got {delta_net!r}")
     if config.transformer_impl not in ("transformer_engine", "local"):
         raise ValueError(
-            f"transformer_impl {config.transformer_impl!r} has no delta net; use 'transformer_engine' or 'local'"
+            f"transformer_impl {config.transformer_impl!r} has no delta net; use 'transformer_engine' or "
+            "'local'"
         )
     if not isinstance(config.linear_attention_freq, list):
         raise ValueError(
-            "linear_attention_freq must list each layer's kind, 1 for a delta net and 0 for full attention, got "
-            f"{config.linear_attention_freq!r}. On Megatron's command line: --linear-attention-freq '([1]*3+[0])*12'"
+            "linear_attention_freq must list each layer's kind, 1 for a delta net and 0 for full attention, "
+            f"got {config.linear_attention_freq!r}. On Megatron's command line: "
+            "--linear-attention-freq '([1]*3+[0])*12'"
         )
     if delta_net == "megatron" and config.tensor_model_parallel_size > 1 and not config.sequence_parallel:
         raise ValueError(
-            "Megatron's delta net does not reduce the gradient of its output norm over tensor-parallel ranks when "
-            "sequence_parallel is off. Turn it on, or use delta_net='hosted'"
+            "Megatron's delta net does not reduce the gradient of its output norm over tensor-parallel ranks "
+            "when sequence_parallel is off. Turn it on, or use delta_net='hosted'"
         )
