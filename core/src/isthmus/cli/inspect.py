@@ -1,0 +1,209 @@
+"""What a checkpoint holds and what becomes of each tensor, from its headers alone.
+
+Exit code 1 where a tensor has no rule, or a rule finds no tensor. A checkpoint that no installed family reads
+is still described, then the request fails with the family's error.
+"""
+
+import argparse
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from isthmus.cli import output
+
+if TYPE_CHECKING:
+    from isthmus.checkpoint.reader import TensorInfo
+    from isthmus.config import HFConfig
+    from isthmus.weights import WeightMap
+
+EXPERT = re.compile(r"(?:^|\.)experts\.(\d+)\.")
+STACKED_EXPERTS = re.compile(r"(?:^|\.)experts\.\D")
+CODES = ("float8", "float4", "int8", "uint8", "int32", "uint32")  # dtypes of quantised values and scales
+MTP = re.compile(r"mtp\.layers\.(\d+)\.")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The checkpoint's folder."""
+    parser.add_argument(
+        "hf_dir", metavar="HF_DIR", type=Path, help="folder with config.json and safetensors files"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Describe HF_DIR; 1 where coverage is incomplete."""
+    from isthmus.checkpoint.reader import CheckpointReader
+    from isthmus.config import HFConfig
+
+    config = HFConfig.from_text((args.hf_dir / "config.json").read_text(encoding="utf-8"))
+    with CheckpointReader(args.hf_dir) as reader:
+        tensors = reader.tensors
+    document = {"folder": str(args.hf_dir), **describe(config, tensors)}
+    try:
+        document |= map_tensors(config, tensors)
+        unreadable = None
+    except (LookupError, ValueError) as error:
+        unreadable = error
+    _print(output.console(args), document)
+    output.write_json(args, document)
+    if unreadable is not None:
+        raise unreadable
+    return 1 if document["coverage"]["missing"] or document["coverage"]["unmapped_hf"] else 0
+
+
+def describe(config: "HFConfig", tensors: Mapping[str, "TensorInfo"]) -> dict[str, Any]:
+    """What config and headers say without a family; the fields that need one are null."""
+    dtypes: dict[str, dict[str, int]] = {}
+    for info in tensors.values():
+        row = dtypes.setdefault(_plain(info.dtype), {"tensors": 0, "parameters": 0, "bytes": 0})
+        row["tensors"] += 1
+        row["parameters"] += _elements(info)
+        row["bytes"] += info.nbytes
+    return {
+        "model_type": config.get("model_type"),
+        "architectures": config.get("architectures"),
+        "files": len({info.file for info in tensors.values()}),
+        "tensors": len(tensors),
+        "parameters": sum(row["parameters"] for row in dtypes.values()),
+        "bytes": sum(row["bytes"] for row in dtypes.values()),
+        "dtypes": dict(sorted(dtypes.items(), key=lambda item: -item[1]["bytes"])),
+        "quantization": _quantization(config, tensors.values()),
+        "experts": _experts(tensors),
+        "tie_word_embeddings": config.get("tie_word_embeddings"),
+        "family": None,
+        "mtp": None,
+        "coverage": None,
+    }
+
+
+def map_tensors(config: "HFConfig", tensors: Mapping[str, "TensorInfo"]) -> dict[str, Any]:
+    """What the checkpoint's family adds: tie, MTP block, coverage. LookupError where no family reads it."""
+    from isthmus import registry
+
+    family = registry.family(config.model_type)
+    keys = frozenset(tensors)
+    fields = family.model_config(config, keys)
+    weights = family.weights(config, keys, SimpleNamespace(**fields))
+    coverage = weights.cover(tensors)
+    return {
+        "family": family.name,
+        "tie_word_embeddings": bool(fields.get("share_embeddings_and_output_weights")),
+        "mtp": _mtp(weights, tensors),
+        "coverage": {
+            "hf_tensors": len(tensors),
+            "loaded": len(coverage.loaded),
+            "passed_through": coverage.passed_through,
+            "dropped": coverage.dropped,
+            "missing": coverage.missing,
+            "unmapped_hf": coverage.unknown,
+        },
+    }
+
+
+def _quantization(config: "HFConfig", infos: Iterable["TensorInfo"]) -> dict[str, Any] | None:
+    """The method that the config names, and the stored types that are codes, not numbers; None without both."""
+    stated = config.get("quantization_config")
+    codes = sorted({dtype for info in infos if (dtype := _plain(info.dtype)).startswith(CODES)})
+    if stated is None and not codes:
+        return None
+    stated = stated or {}
+    return {
+        "method": stated.get("quant_method"),
+        "format": stated.get("fmt", stated.get("format")),
+        "dtypes": codes,
+    }
+
+
+def _experts(tensors: Mapping[str, "TensorInfo"]) -> dict[str, Any] | None:
+    """How experts are stored: one tensor each, or stacked along dim 0; None without experts."""
+    single = {int(match[1]) for name in tensors if (match := EXPERT.search(name))}
+    stacked = {info.shape[0] for name, info in tensors.items() if STACKED_EXPERTS.search(name) and info.shape}
+    if single and stacked:
+        return {"layout": "mixed", "count": max(max(single) + 1, *stacked)}
+    if single:
+        return {"layout": "per_expert", "count": max(single) + 1}
+    return {"layout": "fused", "count": max(stacked)} if stacked else None
+
+
+def _mtp(weights: "WeightMap", tensors: Mapping[str, "TensorInfo"]) -> dict[str, int] | None:
+    """The multi-token-prediction block: its layers, and the source's tensors that only it holds."""
+    layers = {int(match[1]) for name in weights.megatron if (match := MTP.match(name))}
+    if not layers:
+        return None
+    held = [
+        tensors[name]
+        for name, owners in weights.hf.items()
+        if name in tensors and all(MTP.match(owner) for owner in owners)
+    ]
+    return {"layers": len(layers), "tensors": len(held), "parameters": sum(map(_elements, held))}
+
+
+def _elements(info: "TensorInfo") -> int:
+    count = 1
+    for size in info.shape:
+        count *= size
+    return count
+
+
+def _plain(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _print(out: Any, document: dict[str, Any]) -> None:
+    """The document for people."""
+    from rich.filesize import decimal
+
+    experts, mtp, quantization = document["experts"], document["mtp"], document["quantization"]
+    tie = document["tie_word_embeddings"]
+    facts = output.table("", "")
+    facts.show_header = False
+    facts.add_row("folder", document["folder"])
+    facts.add_row("model type", f"{document['model_type']} ({', '.join(document['architectures'] or ['?'])})")
+    facts.add_row(
+        "size",
+        f"{document['parameters']:,} parameters, {decimal(document['bytes'])},"
+        f" {document['tensors']:,} tensors in {document['files']} files",
+    )
+    facts.add_row("quantisation", "none" if quantization is None else _words(quantization))
+    facts.add_row("experts", "none" if experts is None else f"{experts['count']}, {experts['layout']}")
+    facts.add_row("tied embeddings", "not stated" if tie is None else "yes" if tie else "no")
+    if document["family"] is not None:
+        facts.add_row("MTP", "none" if mtp is None else _words(mtp))
+    out.print(facts)
+
+    rows = output.table("dtype", "tensors", "parameters", "bytes", right=("tensors", "parameters", "bytes"))
+    for name, row in document["dtypes"].items():
+        rows.add_row(name, f"{row['tensors']:,}", f"{row['parameters']:,}", decimal(row["bytes"]))
+    out.print()
+    out.print(rows)
+    if document["coverage"] is not None:
+        out.print()
+        _print_coverage(out, document["coverage"])
+
+
+def _print_coverage(out: Any, coverage: dict[str, Any]) -> None:
+    """One line for each kind of tensor, names collapsed."""
+    from isthmus.weights import collapse
+
+    rows = output.table("coverage", "tensors", "names", right=("tensors",))
+    rows.add_row("loaded", f"{coverage['loaded']:,}", "")
+    for kind in ("passed_through", "dropped"):
+        for reason in dict.fromkeys(coverage[kind].values()):
+            names = [name for name, why in coverage[kind].items() if why == reason]
+            rows.add_row(
+                kind.replace("_", " "), f"{len(names):,}", f"{', '.join(collapse(names))} ({reason})"
+            )
+    for kind, words in (("missing", "MISSING"), ("unmapped_hf", "NO RULE")):
+        if coverage[kind]:
+            rows.add_row(words, f"{len(coverage[kind]):,}", "\n".join(collapse(coverage[kind])))
+    out.print(rows)
+
+
+def _words(values: Mapping[str, Any]) -> str:
+    """`layers 1, tensors 20`: what a small dict says."""
+    return ", ".join(
+        f"{key} {value:,}" if isinstance(value, int) else f"{key} {value}"
+        for key, value in values.items()
+        if value not in (None, [])
+    )
