@@ -1,0 +1,143 @@
+"""The child's side of :mod:`isthmus.cpu.launch`: one rank, from its fork to its answer."""
+
+import faulthandler
+import importlib
+import importlib.util
+import logging
+import os
+import pickle
+import signal
+import sys
+import threading
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+FOREVER = timedelta(days=7)  # a gloo timeout has to be finite
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What a worker is told. `module`, `file` and `name` find the function; `arguments` are pickled (args, kwargs)."""
+
+    module: str
+    file: str | None
+    name: str
+    arguments: bytes
+    world_size: int
+    folder: str  # holds the rendezvous file and the stack dumps
+    timeout: float | None  # seconds
+    quiet: bool
+    environment: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What a worker that raised answers: the traceback, and the exception itself where it can be pickled."""
+
+    traceback: str
+    exception: bytes | None
+
+
+def main(rank: int, task: Task, connection: Connection) -> None:
+    """Run one rank's task and send back its pickled result, or a Failure; never returns if it failed."""
+    _settle(rank, task, connection)
+    try:
+        answer = pickle.dumps(_run(rank, task))
+    except BaseException as error:
+        _send(connection, pickle.dumps(_failure(error)))
+        # Closing sockets now would make the other ranks fail too and hide the cause: wait for the parent's kill.
+        threading.Event().wait()
+        return
+    import torch.distributed as dist
+
+    _send(connection, answer)
+    dist.barrier()  # or a fast rank closes its sockets while a slow one still connects
+    dist.destroy_process_group()
+
+
+def _settle(rank: int, task: Task, connection: Connection) -> None:
+    """Take on the parent's environment, keep off its stdout, and die with it."""
+    os.environ.clear()
+    os.environ.update(task.environment)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(task.world_size))
+    os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    stacks = (Path(task.folder) / f"stack{rank}").open("w")
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False)
+    sys.stdout.flush()
+    if task.quiet:
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, 1)
+        warnings.simplefilter("ignore")
+        logging.getLogger("megatron").setLevel(logging.ERROR)
+    else:
+        os.dup2(2, 1)
+    threading.Thread(target=_die_with_parent, args=(connection,), daemon=True).start()
+
+
+def _die_with_parent(connection: Connection) -> None:
+    """Wait for the other end to close, which it does only when the parent is gone."""
+    try:
+        connection.recv_bytes()
+    except (EOFError, OSError):
+        os._exit(1)
+
+
+def _send(connection: Connection, answer: bytes) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    connection.send_bytes(answer)
+
+
+def _run(rank: int, task: Task) -> Any:
+    import torch
+    import torch.distributed as dist
+
+    from isthmus.cpu.preload import load
+
+    load()
+    torch.set_num_threads(1)
+    function = _function(task)
+    args, kwargs = pickle.loads(task.arguments)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{task.folder}/rendezvous",
+        rank=rank,
+        world_size=task.world_size,
+        # The parent's timeout comes first: it can say which ranks hang, and where.
+        timeout=FOREVER if task.timeout is None else timedelta(seconds=task.timeout + 60),
+    )
+    return function(*args, **kwargs)
+
+
+def _function(task: Task) -> Callable[..., Any]:
+    """The function, from its module by name, or from its file where the name cannot be imported (test modules)."""
+    try:
+        module = importlib.import_module(task.module)
+    except ModuleNotFoundError as error:
+        if task.file is None or not error.name or not f"{task.module}.".startswith(f"{error.name}."):
+            raise
+        spec = importlib.util.spec_from_file_location(task.module, task.file)
+        if spec is None or spec.loader is None:
+            raise
+        module = sys.modules[task.module] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return getattr(module, task.name)
+
+
+def _failure(error: BaseException) -> Failure:
+    """The error as the parent may read it, whatever its type."""
+    text = "".join(traceback.format_exception(error))
+    try:
+        plain = type(error)(*error.args)  # without its causes and locals
+        pickled = pickle.dumps(plain)
+        pickle.loads(pickled)
+    except Exception:
+        pickled = None
+    return Failure(text, pickled)
