@@ -102,7 +102,7 @@ def map_tensors(config: "HFConfig", tensors: Mapping[str, "TensorInfo"]) -> dict
 
 
 def _quantization(config: "HFConfig", infos: Iterable["TensorInfo"]) -> dict[str, Any] | None:
-    """The method that the config names, and the stored types that are codes, not numbers; None without both."""
+    """The method that the config names, and the stored types that are codes, not numbers; None if neither."""
     stated = config.get("quantization_config")
     codes = sorted({dtype for info in infos if (dtype := _plain(info.dtype)).startswith(CODES)})
     if stated is None and not codes:
@@ -201,9 +201,16 @@ def _print_coverage(out: Any, coverage: dict[str, Any]) -> None:
 
 
 def _words(values: Mapping[str, Any]) -> str:
-    """`layers 1, tensors 20`: what a small dict says."""
-    return ", ".join(
-        f"{key} {value:,}" if isinstance(value, int) else f"{key} {value}"
-        for key, value in values.items()
-        if value not in (None, [])
-    )
+    """`layers 1; tensors 20`: what a small dict says."""
+    told = []
+    for key, value in values.items():
+        if value not in (None, []):
+            words = (
+                ", ".join(value)
+                if isinstance(value, list)
+                else f"{value:,}"
+                if isinstance(value, int)
+                else value
+            )
+            told.append(f"{key} {words}")
+    return "; ".join(told)

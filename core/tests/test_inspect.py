@@ -1,0 +1,190 @@
+"""`isthmus inspect`: what it says of a checkpoint, from headers alone."""
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from isthmus import cli, registry
+from isthmus.family import Family
+from isthmus.weights import WeightMap, column, ignore, passthrough, same, scope
+
+ITEM = {"BF16": 2, "F32": 4, "F8_E4M3": 1}
+LAYER = [same("input_layernorm.weight", "norm.weight")]
+EXPERT = [column("experts.{e}.linear_fc1.weight", "experts.{e}.up.weight")]
+
+
+def weights(hf: dict, keys: frozenset[str], model: object) -> WeightMap:
+    return WeightMap(
+        [
+            column("embedding.weight", "model.embed.weight"),
+            *scope("decoder.layers.{i}", "model.layers.{i}", LAYER, i=range(2)),
+            *scope("decoder.layers.{i}", "model.layers.{i}", EXPERT, i=[0], e=range(3)),
+            *scope("mtp.layers.{i}.layer", "mtp.layers.{i}", LAYER, i=range(1)),
+            ignore("*.inv_freq", because="recomputed"),
+            passthrough("vision.*", because="not trained"),
+        ]
+    )
+
+
+CHECKPOINT = {
+    "model.embed.weight": ("BF16", (100, 8)),
+    "model.layers.0.norm.weight": ("F32", (8,)),
+    "model.layers.1.norm.weight": ("F32", (8,)),
+    **{f"model.layers.0.experts.{e}.up.weight": ("BF16", (4, 8)) for e in range(3)},
+    "mtp.layers.0.norm.weight": ("F32", (8,)),
+}
+
+
+@pytest.fixture(autouse=True)
+def family(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A family for model_type "sample"."""
+    package = ModuleType("sample_family")
+    package.FAMILY = Family(
+        name="sample",
+        model_types=("sample",),
+        model_config=lambda hf, keys: {"share_embeddings_and_output_weights": True},
+        weights=weights,
+        config_class="nowhere:Nothing",
+    )
+    monkeypatch.setitem(sys.modules, "sample_family", package)
+    points = [EntryPoint("sample", "sample_family:FAMILY", registry.GROUP)]
+    monkeypatch.setattr(registry, "entry_points", lambda group: points)
+    registry.families.cache_clear()
+    yield
+    registry.families.cache_clear()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Callable[..., Path]:
+    """Writes a checkpoint whose tensor data is a hole: of any size, and free."""
+
+    def write(tensors: dict[str, tuple[str, tuple[int, ...]]], **config: object) -> Path:
+        header, end = {}, 0
+        for name, (dtype, shape) in tensors.items():
+            begin, end = end, end + ITEM[dtype] * _product(shape)
+            header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+        text = json.dumps(header).encode()
+        with (tmp_path / "model.safetensors").open("wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            file.truncate(8 + len(text) + end)
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "sample", **config}))
+        return tmp_path
+
+    return write
+
+
+def _product(shape: tuple[int, ...]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def inspect(path: Path, capsys: pytest.CaptureFixture[str], expected_code: int = 0) -> dict:
+    assert cli.main(["inspect", str(path), "--json", "-"]) == expected_code
+    return json.loads(capsys.readouterr().out)
+
+
+def test_everything_about_a_sound_checkpoint(
+    folder: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = folder(CHECKPOINT, architectures=["SampleForCausalLM"])
+    assert inspect(path, capsys) == {
+        "folder": str(path),
+        "model_type": "sample",
+        "architectures": ["SampleForCausalLM"],
+        "files": 1,
+        "tensors": 7,
+        "parameters": 800 + 24 + 96,
+        "bytes": 2 * (800 + 96) + 4 * 24,
+        "dtypes": {
+            "bfloat16": {"tensors": 4, "parameters": 896, "bytes": 1792},
+            "float32": {"tensors": 3, "parameters": 24, "bytes": 96},
+        },
+        "quantization": None,
+        "experts": {"layout": "per_expert", "count": 3},
+        "tie_word_embeddings": True,
+        "family": "sample",
+        "mtp": {"layers": 1, "tensors": 1, "parameters": 8},
+        "coverage": {
+            "hf_tensors": 7,
+            "loaded": 7,
+            "passed_through": {},
+            "dropped": {},
+            "missing": [],
+            "unmapped_hf": [],
+        },
+    }
+
+
+def test_gaps_fail_and_are_named_collapsed(
+    folder: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    tensors = dict(CHECKPOINT)
+    del tensors["model.layers.1.norm.weight"]
+    tensors |= {f"model.layers.{i}.new.weight": ("BF16", (2, 2)) for i in range(3)}
+    tensors |= {"rope.inv_freq": ("F32", (4,)), "vision.patch.weight": ("F32", (4,))}
+    path = folder(tensors)
+    coverage = inspect(path, capsys, expected_code=1)["coverage"]
+    assert coverage["missing"] == ["model.layers.1.norm.weight"]
+    assert coverage["unmapped_hf"] == [f"model.layers.{i}.new.weight" for i in range(3)]
+    assert coverage["dropped"] == {"rope.inv_freq": "recomputed"}
+    assert coverage["passed_through"] == {"vision.patch.weight": "not trained"}
+    assert cli.main(["inspect", str(path)]) == 1
+    out = capsys.readouterr().out
+    assert "model.layers.{0..2}.new.weight" in out
+    assert "rope.inv_freq (recomputed)" in out
+
+
+def test_no_weights_are_read(folder: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
+    path = folder(CHECKPOINT | {"model.embed.weight": ("BF16", (2**28, 512))})  # 256 GiB
+    assert inspect(path, capsys)["bytes"] > 2**38
+
+
+def test_stacked_experts_are_fused(folder: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
+    path = folder({"model.layers.0.mlp.experts.gate_up_proj": ("BF16", (5, 4, 2))})
+    assert inspect(path, capsys, expected_code=1)["experts"] == {"layout": "fused", "count": 5}
+
+
+def test_quantisation_is_seen_in_config_and_dtypes(
+    folder: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = folder(
+        CHECKPOINT | {"model.embed.weight": ("F8_E4M3", (100, 8))},
+        quantization_config={"quant_method": "fp8", "fmt": "e4m3"},
+    )
+    assert inspect(path, capsys)["quantization"] == {
+        "method": "fp8",
+        "format": "e4m3",
+        "dtypes": ["float8_e4m3fn"],
+    }
+
+
+def test_a_checkpoint_of_no_installed_family_is_described_and_refused(
+    folder: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = folder(CHECKPOINT, model_type="stranger")
+    assert cli.main(["inspect", str(path), "--json", "-"]) == 2
+    out, err = capsys.readouterr()
+    document = json.loads(out)
+    assert document["parameters"] == 920
+    assert document["coverage"] is None
+    assert "no installed family handles model_type 'stranger' (installed: sample)" in err
+
+
+def test_a_folder_without_a_checkpoint_is_a_wrong_request(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["inspect", str(tmp_path)]) == 2
+    assert "config.json" in capsys.readouterr().err
+    (tmp_path / "config.json").write_text('{"model_type": "sample"}')
+    assert cli.main(["inspect", str(tmp_path)]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "safetensors" in err
+    assert "Traceback" not in err
