@@ -7,7 +7,6 @@ is still described, then the request fails with the family's error.
 import argparse
 import re
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -26,20 +25,20 @@ MTP = re.compile(r"mtp\.layers\.(\d+)\.")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The checkpoint's folder."""
-    parser.add_argument(
-        "hf_dir", metavar="HF_DIR", type=Path, help="folder with config.json and safetensors files"
-    )
+    parser.add_argument("hf_dir", metavar="HF_DIR", help="checkpoint folder or hub id")
 
 
 def run(args: argparse.Namespace) -> int:
     """Describe HF_DIR; 1 where coverage is incomplete."""
+    from isthmus.bridge import read_config, resolve
     from isthmus.checkpoint.reader import CheckpointReader
     from isthmus.config import HFConfig
 
-    config = HFConfig.from_text((args.hf_dir / "config.json").read_text(encoding="utf-8"))
-    with CheckpointReader(args.hf_dir) as reader:
+    folder = resolve(args.hf_dir)
+    config = HFConfig.from_text(read_config(folder))
+    with CheckpointReader(folder) as reader:
         tensors = reader.tensors
-    document = {"folder": str(args.hf_dir), **describe(config, tensors)}
+    document = {"folder": str(folder), **describe(config, tensors)}
     try:
         document |= map_tensors(config, tensors)
         unreadable = None

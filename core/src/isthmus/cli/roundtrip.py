@@ -1,0 +1,107 @@
+"""Import a checkpoint into Megatron, export it again, compare bit for bit.
+
+Exit code 1 where a tensor of OUT_DIR is not the source's, bit for bit, or has no counterpart.
+"""
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from isthmus.cli import layout_options, model, output, workers
+from isthmus.cli.progress import progress
+
+if TYPE_CHECKING:
+    from isthmus.layout import Layout
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Source, target and layout."""
+    parser.add_argument("hf_dir", metavar="HF_DIR", help="checkpoint folder or hub id")
+    parser.add_argument("out_dir", metavar="OUT_DIR", type=Path, help="folder to write; empty or absent")
+    parser.add_argument("--overwrite", action="store_true", help="replace OUT_DIR if it is not empty")
+    layout_options.add_layout_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Round trip HF_DIR through the layout; 1 where the result differs."""
+    layout = layout_options.layout(args)
+    ranks = workers.run(layout, on_rank, layout, args.hf_dir, args.out_dir, args.overwrite)
+    document = {"layout": layout.as_dict(), "out_dir": str(args.out_dir), **_merged(ranks)}
+    out = output.console(args)
+    result = document["roundtrip"]
+    out.print(
+        f"{document['model_type']}: {result['equal']} of {result['tensors']} tensors are bitwise equal"
+        f" after HF -> Megatron -> HF on {layout.world_size} ranks"
+    )
+    if document["mismatches"]:
+        from isthmus.weights import collapse
+
+        for what in dict.fromkeys(document["mismatches"].values()):
+            names = [name for name, why in document["mismatches"].items() if why == what]
+            out.print(f"  {what}: {', '.join(collapse(names))}")
+    output.write_json(args, document)
+    return 0 if document["passed"] else 1
+
+
+def on_rank(layout: "Layout", hf_dir: str, out_dir: Path, overwrite: bool) -> dict[str, Any]:
+    """One rank's part of the round trip: its own outcome of everything."""
+    import torch.distributed as dist
+
+    from isthmus.bridge import AutoBridge
+    from isthmus.checkpoint.compare import compare
+    from isthmus.checkpoint.reader import CheckpointReader
+
+    watch = model.Stopwatch()
+    bridge = AutoBridge.from_hf_pretrained(hf_dir)
+    with watch("build"):
+        chunks = model.build(bridge, layout)
+    with watch("load"):
+        report = model.load(bridge, chunks)
+    nbytes = sum(info.nbytes for info in bridge.reader.tensors.values())
+    rank, size = dist.get_rank(), dist.get_world_size()
+    with watch("export"), progress("exporting", nbytes // size) as advance:
+        bridge.save_hf_pretrained(chunks, out_dir, overwrite=overwrite, advance=advance)
+    dist.barrier()
+    with (
+        watch("compare"),
+        CheckpointReader(out_dir) as written,
+        progress("comparing", nbytes // size) as advance,
+    ):
+        outcome = compare(bridge.reader, written, rank=rank, size=size, advance=advance)
+    return {
+        "model_type": bridge.hf_config.model_type,
+        "source_tensors": len(bridge.reader.tensors),
+        "report": report,
+        "outcome": outcome,
+        "peak_rss_mb": model.peak_rss_mb(),
+        "seconds": watch.seconds,
+    }
+
+
+def _merged(ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    """The ranks' outcomes as one document, in the words of `isthmus verify`."""
+    first = ranks[0]
+    report = first["report"]
+    mismatches = dict.fromkeys(first["outcome"].added, "added")
+    for rank in ranks:
+        mismatches |= rank["outcome"].differing
+        mismatches |= {name: "missing" for name in rank["outcome"].missing if name not in report.dropped}
+    return {
+        "model_type": first["model_type"],
+        "passed": not mismatches,
+        "coverage": {
+            "hf_tensors": first["source_tensors"],
+            "loaded": report.hf_tensors,
+            "passed_through": sorted(report.passed_through),
+            "dropped": report.dropped,
+        },
+        "roundtrip": {
+            "tensors": first["source_tensors"] - len(report.dropped),
+            "equal": sum(rank["outcome"].equal for rank in ranks),
+            "bitwise_equal": not mismatches,
+            "mismatched": sorted(mismatches),
+        },
+        "mismatches": mismatches,
+        "peak_rss_mb_per_rank": [rank["peak_rss_mb"] for rank in ranks],
+        "seconds": {name: max(rank["seconds"][name] for rank in ranks) for name in first["seconds"]},
+    }
