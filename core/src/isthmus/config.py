@@ -15,8 +15,9 @@ INERT_FOR = {
     "readers of their own": "quantization_config compression_config torch_dtype dtype",
     "token ids": """pad_token_id bos_token_id eos_token_id sep_token_id cls_token_id unk_token_id
         decoder_start_token_id forced_bos_token_id forced_eos_token_id tokenizer_class""",
-    "equal implementations": """attn_implementation _attn_implementation _attn_implementation_autoset
-        _attn_implementation_internal experts_implementation _experts_implementation use_cache use_bfloat16""",
+    "equal implementations": """attn_implementation _attn_implementation use_cache use_bfloat16
+        _attn_implementation_autoset _attn_implementation_internal experts_implementation
+        _experts_implementation""",
     "what is returned": """output_attentions output_hidden_states output_scores return_dict use_return_dict
         return_dict_in_generate torchscript""",
     "other kinds of model": """id2label label2id num_labels problem_type finetuning_task task_specific_params
@@ -166,7 +167,7 @@ class HFConfig(Mapping[str, Any]):
         if unread := self.unread(inert):
             lines = "".join(f"\n  {key} = {value!r}" for key, value in unread.items())
             raise ValueError(
-                f"config.json of model_type {self.raw.get('model_type')!r} has {len(unread)} keys that nothing "
-                f"here understands, so that they might change the model unnoticed:{lines}\n"
+                f"config.json of model_type {self.raw.get('model_type')!r} has {len(unread)} keys that "
+                f"nothing here understands, so that they might change the model unnoticed:{lines}\n"
                 "Remove them if Hugging Face's model ignores them; otherwise the family has to learn them"
             )

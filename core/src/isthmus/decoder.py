@@ -1,7 +1,7 @@
 """The fields that every decoder family shares, from config.json to Megatron.
 
-One flat dict holds fields of GPTModelConfig and of its TransformerConfig. A value that Megatron cannot compute
-with raises; where config.json is silent, transformers' own class supplies the value (`HFConfig`).
+One flat dict holds fields of GPTModelConfig and of its TransformerConfig. A value that Megatron cannot
+compute with raises; where config.json is silent, transformers' own class supplies it (`HFConfig`).
 """
 
 from collections.abc import Callable, Mapping
@@ -67,7 +67,7 @@ def rope(hf: HFConfig) -> Rope:
 
 
 def rope_fields(rope: Rope, head_dim: int) -> dict[str, Any]:
-    """Megatron's fields for unscaled rotary embedding. ValueError: scaled, or an odd count of rotated dims."""
+    """Megatron's fields for unscaled rotary embedding. ValueError: scaled, or an odd count of dims."""
     if rope.kind != "default" or rope.scaling:
         raise ValueError(
             f"config.json: rope_type {rope.kind!r} with {rope.scaling} is not supported, only unscaled rope. "
@@ -153,10 +153,9 @@ def decoder_config(hf: HFConfig, position_fields: Mapping[str, Any] | None = Non
     """
     hidden, heads = hf["hidden_size"], hf["num_attention_heads"]
     head_dim = hf.get("head_dim") or _class_head_dim(hf) or hidden // heads
-    if hf["attention_bias"] or hf.get("mlp_bias"):
-        raise ValueError(
-            "config.json: attention_bias or mlp_bias is true, which is not supported: no biases are loaded"
-        )
+    biases = {"attention_bias": hf["attention_bias"], "mlp_bias": hf.get("mlp_bias", False)}
+    if any(biases.values()):
+        raise ValueError(f"config.json: {biases} is not supported: no rule loads the biases of projections")
     if position_fields is None:
         position_fields = rope_fields(rope(hf), head_dim)
     dtype = torch_dtype(hf)

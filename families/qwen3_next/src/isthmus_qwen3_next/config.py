@@ -94,8 +94,8 @@ def _moe(hf: HFConfig, used: bool) -> dict[str, Any]:
     topk, renormalise = hf["num_experts_per_tok"], hf["norm_topk_prob"]
     if used and topk == 1 and renormalise:
         raise ValueError(
-            "config.json: num_experts_per_tok=1 with norm_topk_prob=True weighs each expert by 1 and leaves the "
-            "router without a gradient; Megatron has no such router"
+            "config.json: num_experts_per_tok=1 with norm_topk_prob=True weighs each expert by 1 and leaves "
+            "the router without a gradient; Megatron has no such router"
         )
     fields = {
         "num_moe_experts": hf["num_experts"],

@@ -1,0 +1,35 @@
+"""Variants of a tiny checkpoint, as data: what its config.json says and how its files are written."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One way a checkpoint of a family can look on disk. No tensors here: a writer makes them from this."""
+
+    overrides: Mapping[str, Any] = field(default_factory=dict)  # fields of config.json, in the v4 spelling
+    spelling: Literal["v4", "v5"] = "v4"  # of config.json: transformers 4, as published, or transformers 5
+    mtp: bool = True  # the multi-token prediction layer is in the files
+    head: bool = True  # `lm_head.weight` is in the files; a tied checkpoint may or may not have it
+    fused_experts: bool = False  # experts of a layer stacked in one tensor, instead of one tensor each
+    shards: int = 1  # safetensors files
+    fp32: tuple[str, ...] = ()  # patterns (fnmatch) of tensors stored in float32 whatever the dtype
+
+
+def v5_spelling(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A v4 config.json as transformers 5 writes it: `dtype`, `rope_parameters`, `layer_types`."""
+    config = dict(config)
+    layers, interval = config["num_hidden_layers"], config.pop("full_attention_interval")
+    config["dtype"] = config.pop("torch_dtype")
+    config["layer_types"] = [
+        "linear_attention" if (i + 1) % interval else "full_attention" for i in range(layers)
+    ]
+    config["rope_parameters"] = {
+        "partial_rotary_factor": config.pop("partial_rotary_factor"),
+        "rope_theta": config.pop("rope_theta"),
+        **(config.pop("rope_scaling") or {"rope_type": "default"}),
+    }
+    config["transformers_version"] = "5.24.0"
+    return dict(sorted(config.items()))

@@ -1,0 +1,62 @@
+"""Tiny Qwen3-Next: the published config.json with fewer and smaller parts, in the same proportions."""
+
+import json
+from importlib.resources import files
+from typing import Any
+
+from isthmus.testing.variant import Variant, v5_spelling
+
+# Qwen3-Next-80B-A3B-Instruct, as published (spelling of transformers 4).
+PUBLISHED: dict[str, Any] = json.loads(files(__package__).joinpath("published.config.json").read_text())
+
+# What shrinks. Kept as published: three delta nets to one attention layer, query heads together twice as wide
+# as the hidden state, a quarter of each head rotated, two value heads to a key head, experts on every layer.
+SHRUNK = {
+    "vocab_size": 160,
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "intermediate_size": 160,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "max_position_embeddings": 1024,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+
+VARIANTS = {
+    "default": Variant(),
+    "tied": Variant({"tie_word_embeddings": True}, head=False),
+    "tied_with_head": Variant({"tie_word_embeddings": True}),
+    "no_mtp": Variant(mtp=False),
+    "odd_vocab": Variant({"vocab_size": 151}),
+    "five_layers": Variant({"num_hidden_layers": 5}),
+    "eight_layers": Variant({"num_hidden_layers": 8}),
+    "dense_layers": Variant({"mlp_only_layers": [1]}),
+    "v5_config": Variant(spelling="v5"),
+    "fused_experts": Variant(fused_experts=True),
+    "sharded": Variant(shards=3),
+    "fp32_a_log": Variant(fp32=("*.linear_attn.A_log",)),
+}
+
+
+def tiny_config(**overrides: Any) -> dict[str, Any]:
+    """A small Qwen3-Next config.json in the published spelling; `overrides` are fields of it."""
+    return PUBLISHED | SHRUNK | overrides
+
+
+def variant_config(name: str) -> dict[str, Any]:
+    """The config.json of a named variant. LookupError names the variants there are."""
+    if name not in VARIANTS:
+        raise LookupError(f"no variant {name!r} of tiny qwen3_next (there are: {', '.join(VARIANTS)})")
+    variant = VARIANTS[name]
+    config = tiny_config(**variant.overrides)
+    return v5_spelling(config) if variant.spelling == "v5" else config
