@@ -55,6 +55,10 @@ class Rule:
         held = [name for parts in self.hf_parts for name in parts.names]
         if sorted(held) != sorted(self.parts.names) or len(set(held)) != len(held):
             raise ValueError(f"{self.megatron}: HF holds parts {held}, Megatron {list(self.parts.names)}")
+        if self.also and len(self.hf) != 1:
+            raise ValueError(
+                f"{self.megatron}: only a rule of one HF tensor can have copies, not {len(self.hf)}"
+            )
         if self.rows is None:
             return
         if set(self.rows) != set(held):
@@ -199,13 +203,14 @@ def hosted(megatron: str, hf: str, names: Iterable[str]) -> list[Rule]:
 
 
 def scope(megatron: str, hf: str, rules: Iterable[Rule], **indices: Sequence[int]) -> list[Rule]:
-    """The rules below these two prefixes; `i=range(48)` gives the values of `{i}`."""
+    """The rules below these two prefixes (empty: as they are); `i=range(48)` gives the values of `{i}`."""
+    below = f"{hf}." if hf else ""
     return [
         replace(
             rule,
-            megatron=f"{megatron}.{rule.megatron}",
-            hf=tuple(f"{hf}.{name}" for name in rule.hf),
-            also=tuple(f"{hf}.{name}" for name in rule.also),
+            megatron=f"{megatron}.{rule.megatron}" if megatron else rule.megatron,
+            hf=tuple(below + name for name in rule.hf),
+            also=tuple(below + name for name in rule.also),
             indices={**rule.indices, **indices},
         )
         for rule in rules

@@ -1,0 +1,310 @@
+"""AutoBridge: a Hugging Face checkpoint and the Megatron model that computes the same function.
+
+bridge = AutoBridge.from_hf_pretrained("Qwen/Qwen3-Next-80B-A3B-Instruct")
+config = bridge.get_model_config(tensor_model_parallel_size=4, sequence_parallel=True)
+model = bridge.build_model(config)
+bridge.load_hf_weights(model)
+bridge.save_hf_pretrained(model, "out")
+"""
+
+import copy
+import dataclasses
+import importlib
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from isthmus import registry
+from isthmus.config import HFConfig
+from isthmus.decoder import dtype_fields
+from isthmus.family import Family
+from isthmus.weights import WeightMap
+
+
+class AutoBridge:
+    """Joins one checkpoint (or config) and Megatron. Made by `from_hf_pretrained` or `from_hf_config`."""
+
+    def __init__(self, family: Family, hf_config: HFConfig, *, folder: Path | None = None) -> None:
+        self.family = family
+        self.hf_config = hf_config
+        self.folder = folder
+
+    @classmethod
+    def from_hf_pretrained(
+        cls, path_or_id: str | Path, *, trust_remote_code: bool = False, revision: str | None = None
+    ) -> "AutoBridge":
+        """Bind to a checkpoint folder or hub id. LookupError where no installed family handles it.
+
+        `trust_remote_code` is accepted for symmetry with transformers; converting weights never runs a
+        checkpoint's code.
+        """
+        folder = resolve(path_or_id, revision)
+        config = HFConfig.from_text(read_config(folder))
+        return cls(registry.family(config.model_type), config, folder=folder)
+
+    @classmethod
+    def from_hf_config(cls, config: Any) -> "AutoBridge":
+        """Bind to a config alone: a dict as in config.json, or a transformers config object."""
+        raw = dict(config) if isinstance(config, Mapping) else config.to_dict()
+        hf_config = HFConfig(raw)
+        return cls(registry.family(hf_config.model_type), hf_config)
+
+    @cached_property
+    def config_text(self) -> str:
+        """The text of config.json."""
+        if self.folder is None:
+            return json.dumps(self.hf_config.raw, indent=2) + "\n"
+        return read_config(self.folder)
+
+    @cached_property
+    def reader(self) -> Any:
+        """The checkpoint's tensors, headers only until they are read. ValueError where there is none."""
+        from isthmus.checkpoint.quantised import refuse_quantised
+        from isthmus.checkpoint.reader import CheckpointReader
+
+        if self.folder is None:
+            raise ValueError(
+                "this bridge was made from a config and has no weights; use from_hf_pretrained(folder)"
+            )
+        reader = CheckpointReader(self.folder)
+        refuse_quantised(self.hf_config.raw, reader.tensors)
+        return reader
+
+    @cached_property
+    def keys(self) -> frozenset[str]:
+        """Names of the checkpoint's tensors; empty where there is only a config."""
+        return frozenset(self.reader.tensors) if self.folder is not None else frozenset()
+
+    @cached_property
+    def megatron_fields(self) -> dict[str, Any]:
+        """The Megatron config fields that reproduce the checkpoint's arithmetic."""
+        return self.family.model_config(self.hf_config, self.keys)
+
+    def get_model_config(self, **overrides: Any) -> Any:
+        """Megatron's model config for this checkpoint, not finalized.
+
+        `overrides` are fields of it or of its TransformerConfig, such as ``tensor_model_parallel_size=2``.
+        LookupError names unknown fields.
+        """
+        from megatron.core.transformer.transformer_config import TransformerConfig
+
+        module, _, name = self.family.config_class.partition(":")
+        config_class = getattr(importlib.import_module(module), name)
+        of_model = {field.name for field in dataclasses.fields(config_class) if field.init}
+        of_transformer = {field.name for field in dataclasses.fields(TransformerConfig) if field.init}
+        fields = {**self.megatron_fields, **overrides}
+        unknown = sorted(set(fields) - of_model - of_transformer)
+        if unknown:
+            raise LookupError(
+                f"{config_class.__name__} and TransformerConfig have no fields {', '.join(unknown)}"
+            )
+        if "params_dtype" in overrides:
+            fields.update({**dtype_fields(overrides["params_dtype"]), **overrides})
+        transformer = TransformerConfig(**{k: v for k, v in fields.items() if k in of_transformer})
+        return config_class(transformer=transformer, **{k: v for k, v in fields.items() if k in of_model})
+
+    def weight_map(self, model_config: Any, keys: frozenset[str] | None = None) -> WeightMap:
+        """The family's rules for this checkpoint and model config (another set of tensor names: `keys`)."""
+        return self.family.weights(self.hf_config, self.keys if keys is None else keys, model_config)
+
+    def build_model(
+        self,
+        model_config: Any = None,
+        *,
+        wrap_with_ddp: bool = False,
+        ddp_config: Any = None,
+        mixed_precision_wrapper: Callable[[Any, Any], Any] | None = None,
+        pg_collection: Any = None,
+    ) -> list[nn.Module]:
+        """This rank's model chunks from Megatron's own builder; weights are initialised, not loaded.
+
+        Parameters whose source is wider than `params_dtype` (fp32 ones of a bf16 checkpoint) keep its dtype.
+        `mixed_precision_wrapper` defaults to Megatron's Float16Module, with those put back after the cast.
+        """
+        from megatron.core.distributed import DistributedDataParallelConfig
+        from megatron.core.process_groups_config import ProcessGroupCollection
+
+        from isthmus.precision import exact_float16_module
+        from isthmus.vocabulary import mask_padding
+
+        config = copy.copy(model_config if model_config is not None else self.get_model_config())
+        hooks = [_remember(config), self._keep_precision(config), mask_padding(config)]
+        config.pre_wrap_hooks = [*config.pre_wrap_hooks, *hooks]
+        config.finalize()
+        if wrap_with_ddp and ddp_config is None:
+            ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+        return config.get_builder_cls()(config).build_distributed_models(
+            pg_collection or ProcessGroupCollection.use_mpu_process_groups(),
+            ddp_config=ddp_config,
+            wrap_with_ddp=wrap_with_ddp,
+            mixed_precision_wrapper=mixed_precision_wrapper or exact_float16_module,
+        )
+
+    def _keep_precision(self, model_config: Any) -> Callable[[list[nn.Module]], list[nn.Module]]:
+        """A pre-wrap hook that marks parameters whose source has a wider dtype than the checkpoint's own."""
+
+        def mark(chunks: list[nn.Module]) -> list[nn.Module]:
+            from isthmus.checkpoint.load import main_dtype, rounds
+            from isthmus.names import live_tensors
+            from isthmus.precision import mark_param_dtype
+
+            if self.folder is None:
+                return chunks
+            tensors = self.reader.tensors
+            weights = self.weight_map(model_config)
+            usual = main_dtype(tensors.values())
+            for live in live_tensors(chunks):
+                bound = weights.megatron.get(live.canonical)
+                sources = [tensors[hf.name].dtype for hf in bound.hf if hf.name in tensors] if bound else []
+                for dtype in sources:
+                    if (
+                        dtype != usual
+                        and rounds(dtype, live.tensor.dtype)
+                        and isinstance(live.tensor, nn.Parameter)
+                    ):
+                        mark_param_dtype(live.tensor, dtype)
+            return chunks
+
+        return mark
+
+    def load_hf_weights(
+        self, model: Sequence[nn.Module], *, advance: Callable[[int], None] = lambda n: None
+    ) -> Any:
+        """Fill the model chunks from the checkpoint; returns a `LoadReport`. No collective.
+
+        Load before the optimizer is made, or tell it (`optimizer.reload_model_params()`).
+        """
+        from isthmus.checkpoint.load import load
+
+        return load(model, self.weight_map(model_config_of(model)), self.reader, advance)
+
+    def export_hf_weights(
+        self,
+        model: Sequence[nn.Module],
+        *,
+        dtype: torch.dtype | str = "source",
+        cpu: bool = True,
+        ranks: str = "all",
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (HF name, tensor), in the same order on every rank. Collective: run it to its end.
+
+        `dtype` "source" is the checkpoint's dtype for each tensor. `ranks` "all" yields every tensor on every
+        rank, "owner" each on one rank only, which spares the broadcast.
+        """
+        from isthmus.checkpoint.export import stream
+
+        if ranks not in ("all", "owner"):
+            raise ValueError(f"ranks must be 'all' or 'owner', got {ranks!r}")
+        for name, tensor in stream(self._plan(model, dtype), everywhere=ranks == "all"):
+            yield name, tensor.cpu() if cpu else tensor
+
+    def save_hf_pretrained(
+        self,
+        model: Sequence[nn.Module],
+        out_dir: str | Path,
+        *,
+        dtype: torch.dtype | str = "source",
+        max_shard_size: str | int = "5GB",
+        overwrite: bool = False,
+        passthrough: bool = True,
+        advance: Callable[[int], None] = lambda n: None,
+    ) -> None:
+        """Write a folder that transformers, vLLM and SGLang load. Collective; atomic: all of it or nothing.
+
+        `passthrough` copies the source tensors that the model was built without (its MTP block, ...).
+        """
+        from isthmus.checkpoint.save import config_changes, save
+
+        save(
+            self,
+            self._plan(model, dtype),
+            Path(out_dir),
+            coverage=self.weight_map(model_config_of(model)).cover(self.keys),
+            config_changes=config_changes(self.config_text, as_dtype(dtype)),
+            max_shard_size=max_shard_size,
+            overwrite=overwrite,
+            passthrough=passthrough,
+            advance=advance,
+        )
+
+    def _plan(self, model: Sequence[nn.Module], dtype: torch.dtype | str) -> Any:
+        from isthmus.checkpoint.export import plan
+        from isthmus.names import live_tensors, unwrapped
+
+        source = self.reader.tensors if self.folder is not None else {}
+        wanted = as_dtype(dtype)
+
+        def dtype_of(name: str, held: torch.dtype) -> torch.dtype:
+            if wanted is not None:
+                return wanted
+            return source[name].dtype if name in source else held
+
+        order = {name: position for position, name in enumerate(source)}
+        return plan(
+            list(live_tensors(model)),
+            unwrapped(model[0]),
+            self.weight_map(model_config_of(model)),
+            dtype_of=dtype_of,
+            order=order or None,
+        )
+
+
+def resolve(path_or_id: str | Path, revision: str | None = None) -> Path:
+    """The folder of a checkpoint; a hub id is downloaded, or found in the offline cache."""
+    folder = Path(path_or_id)
+    if folder.is_dir():
+        return folder
+    if folder.exists() or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(path_or_id)):
+        raise FileNotFoundError(f"{path_or_id} is neither a checkpoint folder nor a hub id")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(str(path_or_id), revision=revision))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
+        raise FileNotFoundError(
+            f"{path_or_id} is not a folder here, and no checkpoint of that name can be had from the hub: {error}"
+        ) from error
+
+
+def read_config(folder: Path) -> str:
+    """The text of the folder's config.json. FileNotFoundError where there is none."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"{folder} has no config.json; it is not a Hugging Face checkpoint")
+    return path.read_text(encoding="utf-8")
+
+
+def as_dtype(name: torch.dtype | str) -> torch.dtype | None:
+    """A dtype by name; None for "source"."""
+    if isinstance(name, torch.dtype) or name == "source":
+        return None if name == "source" else name
+    dtype = getattr(torch, name, None)
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(f"dtype must be source, float32, bfloat16 or float16, got {name!r}")
+    return dtype
+
+
+def model_config_of(model: Sequence[nn.Module]) -> Any:
+    """The model config of the chunks; their TransformerConfig where they were not built by a bridge."""
+    from isthmus.names import unwrapped
+
+    inner = unwrapped(model[0])
+    return getattr(inner, "isthmus_model_config", inner.config)
+
+
+def _remember(model_config: Any) -> Callable[[list[nn.Module]], list[nn.Module]]:
+    """A pre-wrap hook that leaves the model config with the chunks: the weight map depends on it."""
+
+    def remember(chunks: list[nn.Module]) -> list[nn.Module]:
+        for chunk in chunks:
+            chunk.isthmus_model_config = model_config
+        return chunks
+
+    return remember

@@ -1,0 +1,32 @@
+"""What a family package provides."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from isthmus.config import HFConfig
+from isthmus.weights import WeightMap
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A model family: data and callables, from which the bridge, the commands and the conformance tests work.
+
+    The callables take the checkpoint's config and the set of its tensor names, since a config may not say
+    everything (whether there is an MTP block, how experts are stored).
+    """
+
+    name: str
+    model_types: tuple[str, ...]
+    model_config: Callable[[HFConfig, frozenset[str]], dict[str, Any]]
+    """Fields of GPTModelConfig and TransformerConfig that reproduce the checkpoint's arithmetic."""
+    weights: Callable[[HFConfig, frozenset[str], Any], WeightMap]
+    """The weight map, for a Megatron model config (or anything with its fields)."""
+    config_class: str
+    """``module:Class`` of the GPTModelConfig to build; imported only when a model is built."""
+    axes: frozenset[str] = frozenset({"tp", "sp", "pp", "vp", "ep", "etp", "dp"})
+    """The kinds of parallelism that are supported and tested."""
+    tiny: Mapping[str, Any] = field(default_factory=dict)
+    """Tiny checkpoints for tests, by variant name."""
+    mtp_reference: str | None = None
+    """``module:function`` giving the MTP block in plain HF modules, where HF has none of its own."""

@@ -1,0 +1,125 @@
+"""A parallel layout: sizes of the process groups, checked against a model before anything is built."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Sizes of Megatron's parallel groups. `sp` None means: on where tp > 1.
+
+    `vp` is the number of model chunks on a pipeline rank; `pipeline_layout` is Megatron's string, for example
+    ``"Ett|tttmL"`` (E embedding, t decoder layer, m MTP, L loss, | stage), with pp x vp stages.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    vp: int = 1
+    ep: int = 1
+    etp: int = 1
+    cp: int = 1
+    dp: int = 1
+    sp: bool | None = None
+    pipeline_layout: str | None = None
+
+    def __post_init__(self) -> None:
+        wrong = {name: getattr(self, name) for name in _SIZES if getattr(self, name) < 1}
+        if wrong:
+            raise ValueError(f"parallel sizes must be at least 1: {wrong}")
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks: tp x pp x cp x dp. Experts (ep x etp) live on the same ranks."""
+        return self.tp * self.pp * self.cp * self.dp
+
+    @property
+    def sequence_parallel(self) -> bool:
+        """Whether activations between tensor-parallel regions are divided along the sequence."""
+        return self.tp > 1 if self.sp is None else self.sp and self.tp > 1
+
+    def resolved(self) -> "Layout":
+        """The same layout with dp raised to the least at which ep x etp divides tp x cp x dp."""
+        dp = self.dp
+        while (self.tp * self.cp * dp) % (self.ep * self.etp):
+            dp += 1
+        return replace(self, dp=dp, sp=self.sequence_parallel)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The sizes and `sp`, as the command line reports them."""
+        return {**asdict(self), "sp": self.sequence_parallel}
+
+    def config_overrides(self) -> dict[str, Any]:
+        """The TransformerConfig fields of this layout, for ``bridge.get_model_config(**...)``."""
+        return {
+            "tensor_model_parallel_size": self.tp,
+            "pipeline_model_parallel_size": self.pp,
+            "virtual_pipeline_model_parallel_size": self.vp if self.vp > 1 else None,
+            "expert_model_parallel_size": self.ep,
+            "expert_tensor_parallel_size": self.etp,
+            "context_parallel_size": self.cp,
+            "sequence_parallel": self.sequence_parallel,
+            "pipeline_model_parallel_layout": self.pipeline_layout,
+        }
+
+    def initialize(self, seed: int = 1234) -> None:
+        """Create Megatron's process groups over the initialised torch.distributed; seed its generators."""
+        import torch.distributed as dist
+        from megatron.core import parallel_state
+        from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+        if dist.get_world_size() != self.world_size:
+            raise ValueError(
+                f"this layout needs {self.world_size} ranks (tp x pp x cp x dp = {self.tp} x {self.pp} x"
+                f" {self.cp} x {self.dp}), torch.distributed has {dist.get_world_size()}"
+            )
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=self.tp,
+            pipeline_model_parallel_size=self.pp,
+            virtual_pipeline_model_parallel_size=self.vp if self.vp > 1 else None,
+            context_parallel_size=self.cp,
+            expert_model_parallel_size=self.ep,
+            expert_tensor_parallel_size=self.etp,
+        )
+        model_parallel_cuda_manual_seed(seed)
+
+    def problems(self, fields: Mapping[str, Any]) -> list[str]:
+        """Why a model with these Megatron config `fields` cannot be divided this way; empty where it can."""
+        found = []
+
+        def divide(what: str, count: int | None, by: str, size: int) -> None:
+            if count is not None and count % size:
+                found.append(f"cannot divide {count} {what} over {by}={size}")
+
+        divide("attention heads", fields.get("num_attention_heads"), "tensor_model_parallel_size", self.tp)
+        groups = fields.get("num_query_groups")
+        if groups and groups % self.tp and self.tp % groups:
+            found.append(f"cannot divide {groups} key/value heads over tensor_model_parallel_size={self.tp}")
+        divide("MLP rows", fields.get("ffn_hidden_size"), "tensor_model_parallel_size", self.tp)
+        divide(
+            "shared-expert rows",
+            fields.get("moe_shared_expert_intermediate_size"),
+            "tensor_model_parallel_size",
+            self.tp,
+        )
+        experts = fields.get("num_moe_experts")
+        if experts is None and self.ep * self.etp > 1:
+            found.append(f"the model has no experts to divide over ep={self.ep}, etp={self.etp}")
+        divide("experts", experts, "expert_model_parallel_size", self.ep)
+        divide("expert rows", fields.get("moe_ffn_hidden_size"), "expert_tensor_parallel_size", self.etp)
+        if experts is not None and self.tp > 1 and not self.sequence_parallel:
+            found.append(
+                f"tp={self.tp} without sequence parallelism: Megatron refuses to train experts so; use --sp"
+            )
+        layers = fields["num_layers"]
+        if self.pipeline_layout is None and layers % (self.pp * self.vp):
+            found.append(
+                f"cannot divide {layers} layers over pp x vp = {self.pp} x {self.vp} stages;"
+                f" give an uneven split with --pipeline-layout"
+            )
+        if self.vp > 1 and self.pp == 1:
+            found.append(f"vp={self.vp} needs pp > 1")
+        return found
+
+
+_SIZES = ("tp", "pp", "vp", "ep", "etp", "cp", "dp")

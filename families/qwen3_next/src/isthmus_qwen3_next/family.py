@@ -1,0 +1,13 @@
+"""The registration of Qwen3-Next: what the entry point `isthmus.families` names."""
+
+from isthmus.family import Family
+from isthmus_qwen3_next.bridge import weights
+from isthmus_qwen3_next.config import megatron_config
+
+FAMILY = Family(
+    name="qwen3_next",
+    model_types=("qwen3_next",),
+    model_config=megatron_config,
+    weights=weights,
+    config_class="isthmus_qwen3_next.model_config:Qwen3NextModelConfig",
+)
