@@ -39,8 +39,8 @@ def install(skip: Iterable[str] = ()) -> None:
     if _installed is not None:
         if skip != _installed:
             raise ValueError(
-                f"isthmus.cpu is installed already, skipping {sorted(_installed)}; it cannot now skip {sorted(skip)}. "
-                "Use a fresh process"
+                f"isthmus.cpu is installed already, skipping {sorted(_installed)}; it cannot now skip "
+                f"{sorted(skip)}. Use a fresh process"
             )
         return
     _refuse()
@@ -68,12 +68,12 @@ def install_training() -> None:
 
 
 def _refuse() -> None:
-    """RuntimeError where the backend would do harm: a real GPU stack, another Megatron, or megatron loaded already."""
+    """RuntimeError where the backend would do harm: a GPU, another Megatron, or megatron imported already."""
     import torch
 
     if "megatron.core" in sys.modules:
         raise RuntimeError(
-            "isthmus.cpu.install() came after megatron.core was imported, which has bound CUDA functions already. "
+            "isthmus.cpu.install() came after megatron.core was imported, which had bound CUDA functions. "
             "Call it before the first import of megatron"
         )
     found = importlib.metadata.version("megatron-core")

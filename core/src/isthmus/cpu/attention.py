@@ -31,7 +31,7 @@ MASK_IGNORED = (AttnMaskType.causal, AttnMaskType.causal_bottom_right, AttnMaskT
 
 
 class DotProductAttention(MegatronModule):
-    """In TEDotProductAttention's slot. Its one parameter is `softmax_offset`, where softmax_type is learnable."""
+    """In TEDotProductAttention's slot; `softmax_offset` is a parameter if softmax_type is learnable."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class DotProductAttention(MegatronModule):
         if attention_mask is not None and not is_packed and kind not in MASK_IGNORED:
             if cp_size > 1:
                 raise ValueError(
-                    f"an explicit attention mask with context_parallel_size={cp_size} is not supported on the CPU: "
+                    f"an attention mask does not work with context_parallel_size={cp_size} on the CPU: "
                     "use a causal mask or packed sequences"
                 )
             allowed = allowed & ~attention_mask

@@ -1,4 +1,4 @@
-"""The experts' linear layers in Transformer Engine's grouped slots: `weight0`, `weight1`, ... one after another."""
+"""The experts' linear layers in Transformer Engine's grouped slots: `weight0`, `weight1`, ... in a loop."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar

@@ -1,8 +1,7 @@
 """Torch functions in the place of CUDA and Triton kernels: the delta net's three and DSA's Hadamard rotation.
 
-`B` batch, `S` tokens, `C` channels, `N` heads, `K` and `V` key and value sizes. Arithmetic is fp32. Packed sequences
-(B = 1, `cu_seqlens` their S boundaries) run one by one, so nothing passes from one to the next. No megatron
-here.
+`B` batch, `S` tokens, `C` channels, `N` heads, `K` and `V` key and value sizes. Arithmetic is fp32. Packed
+sequences (B = 1, `cu_seqlens` their bounds) run one by one, so that nothing passes between them. No megatron here.
 """
 
 from collections.abc import Callable
@@ -63,7 +62,7 @@ def chunk_gated_delta_rule(
 ) -> tuple[torch.Tensor, None]:
     """Linear attention whose state S (K, V) decays and learns: S = e^g S; S += beta k (v - k S)^T; out = q S.
 
-    `q`, `k` (B, S, N, K), `v` (B, S, N, V), `beta` (B, S, N) in 0..1, `g` (B, S, N) <= 0, log decay. Out (B, S, N, V).
+    `q`, `k` (B, S, N, K), `v` and out (B, S, N, V), `beta` (B, S, N) in 0..1, `g` (B, S, N) <= 0, log decay.
 
     Raises:
         ValueError: an initial or final state is asked for.

@@ -21,10 +21,10 @@ from collections.abc import Callable, Iterator
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from typing import Any
 
-from isthmus.cpu.worker import Failure, Task, main
+from isthmus.cpu.transfer import Failure, Task
+from isthmus.cpu.worker import main
 
 GRACE = 0.5  # seconds for other ranks to report the same failure, or their stacks
 
@@ -40,7 +40,7 @@ class WorkerError(RuntimeError):
 
 
 def preload(*modules: str) -> None:
-    """Have the fork server import these too, once, before the first :func:`run`; later calls have no effect."""
+    """Have the fork server import these too; without effect after the first :func:`run`."""
     _preload.extend(m for m in modules if m not in _preload)
 
 
@@ -104,7 +104,7 @@ def _locate(function: str | Callable[..., Any]) -> tuple[str, str | None, str]:
         module, name = function.__module__, function.__qualname__
         if not name.isidentifier() or getattr(sys.modules.get(module), name, None) is not function:
             raise ValueError(
-                f"worker processes cannot find {module}.{name}: pass a function defined at the top of its module"
+                f"worker processes cannot find {module}.{name}: pass a function from the top of its module"
             )
     if module == "__main__":
         module = "__mp_main__"  # what multiprocessing calls the parent's script in its children
@@ -223,7 +223,7 @@ def _raise_timeout(
     time.sleep(GRACE)
     stacks = {}
     for rank in unfinished:
-        file = Path(task.folder) / f"stack{rank}"
+        file = task.stack_file(rank)
         stacks[rank] = file.read_text() if file.exists() else "the process has not started\n"
     ranks = ", ".join(map(str, unfinished))
     raise WorkerError(

@@ -54,7 +54,7 @@ class NormColumnLinear(ColumnParallelLinear):
 
 
 class DuplicatedLinear(torch.nn.Module):
-    """In TELinear's slot: one weight (O, I), the same on every tensor-parallel rank (MLA's down projections)."""
+    """In TELinear's slot: one weight (O, I), the same on every TP rank (MLA's down projections)."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Patches of megatron-core 0.19: what needs a GPU, a compiler or Transformer Engine, and three upstream slips.
+"""Patches of megatron-core 0.19: what needs a GPU, a compiler or Transformer Engine, and upstream slips.
 
 Numbers are lines of megatron/core 0.19.2. megatron is imported inside the patches only, after torch's are
 applied.
@@ -37,7 +37,7 @@ def rng_tracker() -> None:
 
 @patch("megatron")
 def selective_recompute() -> None:
-    """CheckpointWithoutOutput builds a C++ extension (random:69) and takes fp8=False for True (random:740)."""
+    """CheckpointWithoutOutput builds C++ code (random:69) and takes fp8=False for True (random:740)."""
     import megatron.core.tensor_parallel.random as module
 
     checkpoint: Any = module.CheckpointWithoutOutput
@@ -54,7 +54,7 @@ def selective_recompute() -> None:
 
 @patch("megatron")
 def checkpoint_queue() -> None:
-    """Each rank's first save starts a process that imports __main__ again, for a queue it reads itself (fs_async:65)."""
+    """Each rank's first save starts a process for a queue that it reads itself (filesystem_async:65)."""
     import megatron.core.dist_checkpointing.strategies.filesystem_async as module
 
     module._results_queue = queue.Queue()
@@ -62,7 +62,7 @@ def checkpoint_queue() -> None:
 
 @patch("megatron")
 def fused_adam() -> None:
-    """Without TE, Megatron takes torch's AdamW and cannot load its state (distrib_optimizer:839,1027,1223)."""
+    """Without TE it takes torch's AdamW, whose state it cannot load (distrib_optimizer:839,1027,1223)."""
     import megatron.core.optimizer as optimizer
     import megatron.core.optimizer.distrib_optimizer as distributed
 
@@ -84,7 +84,7 @@ def distributed_optimizer_load() -> None:
 
 @patch("megatron")
 def dispatch_splits() -> None:
-    """All-to-all split sizes become numbers only if they are on a GPU (moe_utils:1184); gloo needs numbers."""
+    """All-to-all split sizes become numbers only on a GPU (moe_utils:1184); gloo needs numbers."""
     import megatron.core.transformer.moe.token_dispatcher as module
 
     def on_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
@@ -104,8 +104,8 @@ def transformer_engine_slots() -> None:
     for name, cls in SLOTS.items():
         setattr(engine, name, cls)
     engine_provider.TESpecProvider = CPUSpecProvider
-    # The users of these names are imported now: specs made at import (hybrid_layer_specs:58) hold the CPU classes, and
-    # names set to None under `if HAVE_TE` (attention:121, moe_layer:61, gpt_layer_specs:46) are bound below.
+    # The users of these names are imported now: specs made at import (hybrid_layer_specs:58) hold CPU classes,
+    # and names set to None without TE (attention:121, moe_layer:61, gpt_layer_specs:46) are bound below.
     import megatron.core.models.gpt.experimental_attention_variant_module_specs as variants
     import megatron.core.models.gpt.gpt_layer_specs
     import megatron.core.models.hybrid.hybrid_layer_specs
@@ -139,7 +139,7 @@ def local_slots() -> None:
 
 @patch("megatron")
 def delta_net_kernels() -> None:
-    """GatedDeltaNet needs fla's Triton kernels; Megatron's own torch rule forbids packed sequences (gdn:99)."""
+    """GatedDeltaNet needs fla's Triton kernels; its own torch rule refuses packed sequences (gdn:99)."""
     import megatron.core.ssm.gated_delta_net.common as common
     import megatron.core.ssm.gated_delta_net.gdn as gdn
 

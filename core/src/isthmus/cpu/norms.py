@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm with Transformer Engine's arithmetic: fp32 statistics and affine, one rounding at the end."""
+"""LayerNorm and RMSNorm with Transformer Engine's arithmetic: all in fp32, one rounding at the end."""
 
 from typing import Any
 
@@ -29,7 +29,7 @@ def normalize(
 def norm_parameters(
     config: TransformerConfig, hidden_size: int
 ) -> tuple[torch.nn.Parameter, torch.nn.Parameter | None]:
-    """Weight and bias (None for RMSNorm) that do nothing yet, marked so that sequence parallelism sums their gradients.
+    """Weight and bias (None for RMSNorm), marked so that sequence parallelism sums their gradients.
 
     Raises:
         ValueError: `config.normalization` is neither LayerNorm nor RMSNorm.

@@ -1,4 +1,4 @@
-"""Adam with the interface of Transformer Engine's FusedAdam: the step count is in the groups, not in the state."""
+"""Adam with the interface of Transformer Engine's FusedAdam: groups, not states, count the steps."""
 
 from typing import Any
 

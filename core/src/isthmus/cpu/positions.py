@@ -1,4 +1,4 @@
-"""Which token stands where: sequences, positions and context-parallel order of a batch. Pure; no process group.
+"""Which token stands where: sequences, positions and context-parallel order of a batch. Pure.
 
 `T` tokens over all context-parallel ranks, in natural order.
 """
@@ -55,7 +55,7 @@ def packed(starts: list[int], real_starts: list[int], total: int, cp_size: int =
 
 
 def zigzag(length: int, rank: int, cp_size: int) -> torch.Tensor:
-    """Positions of `rank`'s tokens: of 2 * cp_size chunks the rank-th from the front and the rank-th from the back.
+    """Positions of `rank`'s tokens: of 2 * cp_size chunks, the rank-th from the front and from the back.
 
     Raises:
         ValueError: `length` does not divide into that many chunks.

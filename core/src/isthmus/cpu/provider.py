@@ -1,4 +1,4 @@
-"""What Megatron's spec functions ask a backend for: the answers of Transformer Engine's provider, with CPU modules."""
+"""What Megatron's spec functions ask of a backend, answered as Transformer Engine's provider does."""
 
 import functools
 from typing import Any
@@ -53,7 +53,7 @@ class CPUSpecProvider(BackendSpecProvider):
         return None
 
     def grouped_mlp_modules(self, moe_use_grouped_gemm: bool) -> Any:
-        """experts.linear_fc1.weight{i} where grouped, experts.local_experts.{i}.linear_fc1.weight where not."""
+        """experts.linear_fc1.weight{i} if grouped, experts.local_experts.{i}.linear_fc1.weight if not."""
         if moe_use_grouped_gemm:
             grouped = GroupedMLPSubmodules(
                 linear_fc1=ColumnGroupedLinear, linear_fc2=RowGroupedLinear, activation_func=None

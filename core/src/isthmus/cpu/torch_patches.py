@@ -37,7 +37,7 @@ FACTORIES = (
 
 @patch("torch")
 def current_device() -> None:
-    """About 80 sites say device=torch.cuda.current_device(): it is the default device, so "meta" where asked for."""
+    """About 80 sites say device=torch.cuda.current_device(): it is the default device, "meta" included."""
     torch.cuda.current_device = torch.get_default_device  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -73,7 +73,7 @@ class NullStream:
 
 @patch("torch")
 def streams() -> None:
-    """Streams and events are created unasked: param_and_grad_buffer:632, token_dispatcher:469, moe_layer:434."""
+    """Streams are made unasked: param_and_grad_buffer:632, token_dispatcher:469, moe_layer:434."""
     cuda: Any = torch.cuda
     null = NullStream()
     cuda.Stream = cuda.Event = NullStream
@@ -83,13 +83,13 @@ def streams() -> None:
 
 @patch("torch")
 def synchronize() -> None:
-    """Waiting for the device: p2p_communication:263,419, parallel_state:216, timers:152, filesystem_async:248."""
+    """Waiting for a GPU: p2p_communication:263,419, parallel_state:216, timers:152, filesystem_async:248."""
     torch.cuda.synchronize = lambda *args, **kwargs: None
 
 
 @patch("torch")
 def cuda_generator() -> None:
-    """The CPU's random generator plays the GPU's: tensor_parallel/random:118,303,490, rerun_state_machine:979."""
+    """The CPU's random generator plays the GPU's: tensor_parallel/random:118,303, rerun_state_machine:979."""
     cuda: Any = torch.cuda
     cuda.get_rng_state = cuda.random.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     cuda.set_rng_state = cuda.random.set_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
@@ -150,7 +150,7 @@ def tensor_cuda() -> None:
 
 @patch("torch")
 def tensor_type() -> None:
-    """Parameters are classed by the string "torch.cuda.FloatTensor": optimizer:1009, distrib_optimizer:401,466."""
+    """Parameters are classed by the string "torch.cuda.FloatTensor": optimizer:1009, clip_grads:174."""
     original = torch.Tensor.type
 
     def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -165,7 +165,7 @@ def tensor_type() -> None:
 
 @patch("torch")
 def uneven_all_gather() -> None:
-    """gloo gathers equal shapes only; mappings:154 (token dispatch with expert TP) gathers uneven ones: pad."""
+    """gloo gathers equal shapes only; mappings:154 (token dispatch with expert TP) gathers uneven ones."""
     all_gather = dist.all_gather
 
     @functools.wraps(all_gather)

@@ -23,7 +23,7 @@ class _Overridden:
 
 @patch("training")
 def initialize() -> None:
-    """pretrain asserts a GPU (initialize:66) and skips seeding and groups without one (initialize:270,378,447)."""
+    """pretrain wants a GPU (initialize:66) and skips seeds and groups without (initialize:270,378)."""
     import megatron.training.initialize as module
 
     one_gpu = {"is_available": lambda: True, "device_count": lambda: 1, "set_device": lambda device: None}
@@ -32,7 +32,7 @@ def initialize() -> None:
 
 @patch("training")
 def dataset_helpers() -> None:
-    """The wheel brings the compiled helpers but no Makefile, and make's failure exits (core/datasets/utils:25)."""
+    """The wheel has compiled helpers but no Makefile, and failing to make exits (core/datasets/utils:25)."""
     import megatron.core.datasets.utils as module
 
     module.compile_helpers = lambda: None
@@ -40,7 +40,7 @@ def dataset_helpers() -> None:
 
 @patch("training")
 def device_properties() -> None:
-    """Arguments are checked against the GPU's generation (arguments:1339,1414): a recent one asks for least."""
+    """Arguments are checked against the GPU's generation (arguments:1339,1414): the latest asks least."""
     cuda: Any = torch.cuda
     cuda.get_device_capability = lambda *args, **kwargs: (10, 0)
     cuda.get_device_properties = lambda *args, **kwargs: _Overridden(

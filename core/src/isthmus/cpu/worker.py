@@ -9,49 +9,25 @@ import pickle
 import signal
 import sys
 import threading
-import traceback
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
+from isthmus.cpu.transfer import Failure, Task, dumps
+
 FOREVER = timedelta(days=7)  # a gloo timeout has to be finite
-
-
-@dataclass(frozen=True, slots=True)
-class Task:
-    """What a worker is told. `module`, `file` and `name` find the function; `arguments` are pickled (args, kwargs)."""
-
-    module: str
-    file: str | None
-    name: str
-    arguments: bytes
-    world_size: int
-    folder: str  # holds the rendezvous file and the stack dumps
-    timeout: float | None  # seconds
-    quiet: bool
-    environment: dict[str, str]
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """What a worker that raised answers: the traceback, and the exception itself where it can be pickled."""
-
-    traceback: str
-    exception: bytes | None
 
 
 def main(rank: int, task: Task, connection: Connection) -> None:
     """Run one rank's task and send back its pickled result, or a Failure; never returns if it failed."""
     _settle(rank, task, connection)
     try:
-        answer = pickle.dumps(_run(rank, task))
+        answer = dumps(_run(rank, task))
     except BaseException as error:
-        _send(connection, pickle.dumps(_failure(error)))
-        # Closing sockets now would make the other ranks fail too and hide the cause: wait for the parent's kill.
+        _send(connection, pickle.dumps(Failure.of(error)))
+        # Closed sockets would make the other ranks fail too and hide the cause: wait for the parent's kill.
         threading.Event().wait()
         return
     import torch.distributed as dist
@@ -68,7 +44,7 @@ def _settle(rank: int, task: Task, connection: Connection) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(task.world_size))
     os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-    stacks = (Path(task.folder) / f"stack{rank}").open("w")
+    stacks = task.stack_file(rank).open("w")
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False)
     sys.stdout.flush()
     if task.quiet:
@@ -117,7 +93,7 @@ def _run(rank: int, task: Task) -> Any:
 
 
 def _function(task: Task) -> Callable[..., Any]:
-    """The function, from its module by name, or from its file where the name cannot be imported (test modules)."""
+    """The function, from its module, or from the module's file where that has no importable name (tests)."""
     try:
         module = importlib.import_module(task.module)
     except ModuleNotFoundError as error:
@@ -129,15 +105,3 @@ def _function(task: Task) -> Callable[..., Any]:
         module = sys.modules[task.module] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
     return getattr(module, task.name)
-
-
-def _failure(error: BaseException) -> Failure:
-    """The error as the parent may read it, whatever its type."""
-    text = "".join(traceback.format_exception(error))
-    try:
-        plain = type(error)(*error.args)  # without its causes and locals
-        pickled = pickle.dumps(plain)
-        pickle.loads(pickled)
-    except Exception:
-        pickled = None
-    return Failure(text, pickled)
