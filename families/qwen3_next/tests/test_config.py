@@ -10,7 +10,7 @@ from isthmus.config import HFConfig
 from isthmus.cpu.launch import run
 from isthmus.testing.variant import v5_spelling
 from isthmus_qwen3_next.config import INERT, megatron_config
-from isthmus_qwen3_next.tiny import PUBLISHED, VARIANTS, tiny_config, variant_config
+from isthmus_qwen3_next.tiny import PUBLISHED, VARIANTS, tiny_config
 
 TINY = tiny_config()
 V5 = v5_spelling(TINY)
@@ -264,7 +264,7 @@ def test_an_mtp_layer_that_megatron_would_build_otherwise_is_refused():
 def test_an_untied_checkpoint_without_a_head_is_refused():
     with pytest.raises(ValueError, match=r"tie_word_embeddings=False.*no lm_head"):
         fields_of(TINY, MTP - {"lm_head.weight"})
-    assert fields_of(variant_config("tied"), MTP - {"lm_head.weight"})["share_embeddings_and_output_weights"]
+    assert fields_of(VARIANTS["tied"].config, MTP - {"lm_head.weight"})["share_embeddings_and_output_weights"]
 
 
 @pytest.mark.parametrize("change", [{"layer_types": ["mamba"] * 4}, {"linear_num_value_heads": 6}])
@@ -275,14 +275,14 @@ def test_layers_that_the_family_does_not_have_are_refused(change):
 
 
 def changed_by_megatron(names):
-    """The fields that Megatron's classes, given a variant's, hold another value of: {variant: {field: value}}."""
+    """Fields that Megatron's classes alter, of each variant: {variant: {field: their value}}."""
     from megatron.core.transformer.transformer_config import TransformerConfig
     from megatron.training.models.gpt import GPTModelConfig
 
     changed = {}
     inner = {field.name for field in dataclasses.fields(TransformerConfig)}
     for name in names:
-        fields = fields_of(variant_config(name))
+        fields = fields_of(VARIANTS[name].config)
         transformer = TransformerConfig(**{key: value for key, value in fields.items() if key in inner})
         outer = {key: value for key, value in fields.items() if key not in inner}
         config = GPTModelConfig(transformer=transformer, **outer)
@@ -299,14 +299,9 @@ def test_megatrons_classes_take_every_variants_fields_as_they_are():
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_variant_is_tiny_and_loads_in_transformers(name):
-    config = transformers_config(variant_config(name))
+    config = transformers_config(VARIANTS[name].config)
     assert config.hidden_size <= 128
     assert config.layer_types[3] == "full_attention"
     assert config.hidden_act == PUBLISHED["hidden_act"]
     assert config.rope_parameters["rope_theta"] == PUBLISHED["rope_theta"]
     assert config.rope_parameters["partial_rotary_factor"] == PUBLISHED["partial_rotary_factor"]
-
-
-def test_an_unknown_variant_names_the_known_ones():
-    with pytest.raises(LookupError, match=r"'huge'.*default, tied"):
-        variant_config("huge")

@@ -1,16 +1,15 @@
 """Variants of a tiny checkpoint, as data: what its config.json says and how its files are written."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
     """One way a checkpoint of a family can look on disk. No tensors here: a writer makes them from this."""
 
-    overrides: Mapping[str, Any] = field(default_factory=dict)  # fields of config.json, in the v4 spelling
-    spelling: Literal["v4", "v5"] = "v4"  # of config.json: transformers 4, as published, or transformers 5
+    config: Mapping[str, Any]  # all of config.json, in the spelling that it is to have
     mtp: bool = True  # the multi-token prediction layer is in the files
     head: bool = True  # `lm_head.weight` is in the files; a tied checkpoint may or may not have it
     fused_experts: bool = False  # experts of a layer stacked in one tensor, instead of one tensor each

@@ -32,31 +32,23 @@ SHRUNK = {
     "eos_token_id": 1,
 }
 
-VARIANTS = {
-    "default": Variant(),
-    "tied": Variant({"tie_word_embeddings": True}, head=False),
-    "tied_with_head": Variant({"tie_word_embeddings": True}),
-    "no_mtp": Variant(mtp=False),
-    "odd_vocab": Variant({"vocab_size": 151}),
-    "five_layers": Variant({"num_hidden_layers": 5}),
-    "eight_layers": Variant({"num_hidden_layers": 8}),
-    "dense_layers": Variant({"mlp_only_layers": [1]}),
-    "v5_config": Variant(spelling="v5"),
-    "fused_experts": Variant(fused_experts=True),
-    "sharded": Variant(shards=3),
-    "fp32_a_log": Variant(fp32=("*.linear_attn.A_log",)),
-}
-
 
 def tiny_config(**overrides: Any) -> dict[str, Any]:
     """A small Qwen3-Next config.json in the published spelling; `overrides` are fields of it."""
     return PUBLISHED | SHRUNK | overrides
 
 
-def variant_config(name: str) -> dict[str, Any]:
-    """The config.json of a named variant. LookupError names the variants there are."""
-    if name not in VARIANTS:
-        raise LookupError(f"no variant {name!r} of tiny qwen3_next (there are: {', '.join(VARIANTS)})")
-    variant = VARIANTS[name]
-    config = tiny_config(**variant.overrides)
-    return v5_spelling(config) if variant.spelling == "v5" else config
+VARIANTS = {
+    "default": Variant(tiny_config()),
+    "tied": Variant(tiny_config(tie_word_embeddings=True), head=False),
+    "tied_with_head": Variant(tiny_config(tie_word_embeddings=True)),
+    "no_mtp": Variant(tiny_config(), mtp=False),
+    "odd_vocab": Variant(tiny_config(vocab_size=151)),
+    "five_layers": Variant(tiny_config(num_hidden_layers=5)),
+    "eight_layers": Variant(tiny_config(num_hidden_layers=8)),
+    "dense_layers": Variant(tiny_config(mlp_only_layers=[1])),
+    "v5_config": Variant(v5_spelling(tiny_config())),
+    "fused_experts": Variant(tiny_config(), fused_experts=True),
+    "sharded": Variant(tiny_config(), shards=3),
+    "fp32_a_log": Variant(tiny_config(), fp32=("*.linear_attn.A_log",)),
+}
