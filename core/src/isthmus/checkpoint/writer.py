@@ -17,7 +17,7 @@ import torch
 from isthmus.checkpoint.header import CODES, Defects, encode, read_header
 from isthmus.checkpoint.index import INDEX, SINGLE
 
-BLOCK = 64 << 20  # bytes copied at a time for a tensor that cannot be written from where it lies
+BLOCK = 16 << 20  # bytes copied at a time for a tensor that cannot be written from where it lies
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
@@ -94,7 +94,9 @@ class ShardWriter:
         self._fd: int | None = None
         try:
             # Not truncated: another process may be writing its part of the same file.
-            self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o666)
+            self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT, 0o666)
+            if os.fstat(self._fd).st_size > self.size:
+                os.ftruncate(self._fd, self.size)
         except OSError as error:
             raise self._failure(error, "the file") from error
         self._put(memoryview(header), 0, "the header")
@@ -220,15 +222,27 @@ def _aligned(tensors: Sequence[OutputTensor]) -> list[OutputTensor]:
 
 
 def _blocks(tensor: torch.Tensor) -> Iterator[memoryview]:
-    """A tensor's bytes in order, as views of its own memory where that is possible."""
+    """A tensor's bytes in order; each view is good until the next is asked for."""
     if tensor.numel() == 0:
         return
     if tensor.device.type == "cpu" and tensor.is_contiguous():
         yield memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
-    elif tensor.dim() > 1 and tensor.numel() * tensor.itemsize > BLOCK:
-        rows = max(1, BLOCK // (tensor[0].numel() * tensor.itemsize))
-        for part in tensor.split(rows):
-            # One row may still be larger than a block: a stack of experts.
-            yield from _blocks(part[0] if len(part) == 1 else part.contiguous().cpu())
-    else:
-        yield from _blocks(tensor.cpu().contiguous())
+        return
+    if tensor.itemsize == 1:
+        tensor = tensor.view(torch.uint8)  # torch cannot copy every kind of float this small
+    buffer = torch.empty(min(BLOCK, tensor.numel() * tensor.itemsize), dtype=torch.uint8)
+    for part in _parts(tensor):
+        block = buffer[: part.numel() * part.itemsize]
+        block.view(part.dtype).view(part.shape).copy_(part)
+        yield memoryview(block.numpy())
+
+
+def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """A tensor cut into blocks along its first dims, as views."""
+    if tensor.numel() * tensor.itemsize <= BLOCK:
+        yield tensor
+    elif rows := BLOCK // (tensor[0].numel() * tensor.itemsize):
+        yield from tensor.split(rows)
+    else:  # one row is larger than a block: a stack of experts
+        for row in tensor:
+            yield from _parts(row)
