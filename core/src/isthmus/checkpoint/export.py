@@ -66,7 +66,7 @@ class ExportPlan:
     held: dict[str, torch.Tensor] = field(default_factory=dict)  # this rank's own tensors, by canonical name
 
     def steps(self) -> Iterator[tuple[Item, list[Piece]]]:
-        """Each item in plan order, with its HF tensors where this rank owns it. Collective: run it to the end."""
+        """Each item in plan order, with its HF tensors where this rank owns it. Collective: run it out."""
         shards = Shards(self.rank, self.device)
         unpack = _Unpacker()
         for item in self.items:

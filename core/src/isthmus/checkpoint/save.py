@@ -116,7 +116,7 @@ def _finish(
             },
         )
         if source.folder is not None:
-            carry_side_files(source.folder, staging.path)
+            carry_side_files(source.folder, staging)
         text = write_config(source.config_text, dict(changes))
         (staging.path / "config.json").write_text(text, encoding="utf-8")
         staging.publish()
