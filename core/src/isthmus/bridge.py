@@ -21,9 +21,11 @@ import torch
 from torch import nn
 
 from isthmus import registry
+from isthmus.checkpoint.load import main_dtype
 from isthmus.config import HFConfig
 from isthmus.decoder import dtype_fields
 from isthmus.family import Family
+from isthmus.layout import Layout
 from isthmus.weights import WeightMap
 
 
@@ -90,7 +92,7 @@ class AutoBridge:
         """Megatron's model config for this checkpoint, not finalized.
 
         `overrides` are fields of it or of its TransformerConfig, such as ``tensor_model_parallel_size=2``.
-        LookupError names unknown fields.
+        LookupError names unknown fields; ValueError lists why the layout does not fit the model.
         """
         from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -98,16 +100,34 @@ class AutoBridge:
         config_class = getattr(importlib.import_module(module), name)
         of_model = {field.name for field in dataclasses.fields(config_class) if field.init}
         of_transformer = {field.name for field in dataclasses.fields(TransformerConfig) if field.init}
-        fields = {**self.megatron_fields, **overrides}
+        fields = self._fields(overrides)
         unknown = sorted(set(fields) - of_model - of_transformer)
         if unknown:
             raise LookupError(
-                f"{config_class.__name__} and TransformerConfig have no fields {', '.join(unknown)}"
+                f"{config_class.__name__} and TransformerConfig have no field {', '.join(unknown)}"
             )
-        if "params_dtype" in overrides:
-            fields.update({**dtype_fields(overrides["params_dtype"]), **overrides})
-        transformer = TransformerConfig(**{k: v for k, v in fields.items() if k in of_transformer})
+        layout = Layout.of(fields)
+        problems = layout.unsupported(self.family.axes) + layout.problems(fields)
+        if problems:
+            raise ValueError("this model cannot be divided so:\n  " + "\n  ".join(problems))
+        try:
+            transformer = TransformerConfig(**{k: v for k, v in fields.items() if k in of_transformer})
+        except AssertionError as error:
+            raise ValueError(f"Megatron refuses this configuration: {error}") from error
         return config_class(transformer=transformer, **{k: v for k, v in fields.items() if k in of_model})
+
+    def _fields(self, overrides: Mapping[str, Any]) -> dict[str, Any]:
+        """The checkpoint's fields under `overrides`, and what follows from those."""
+        fields = {**self.megatron_fields, **overrides}
+        if "params_dtype" not in fields and self.folder is not None:
+            fields["params_dtype"] = main_dtype(self.reader.tensors.values())
+        if "params_dtype" in fields:
+            fields |= {**dtype_fields(fields["params_dtype"]), **overrides}
+        if fields.get("virtual_pipeline_model_parallel_size"):
+            # With two stages, the previous and the next are one peer, and Megatron's batched default mixes up
+            # their messages without an error.
+            fields |= {"overlap_p2p_comm": True, "batch_p2p_comm": False, **overrides}
+        return fields
 
     def weight_map(self, model_config: Any, keys: frozenset[str] | None = None) -> WeightMap:
         """The family's rules for this checkpoint and model config (another set of tensor names: `keys`)."""
@@ -150,7 +170,7 @@ class AutoBridge:
         """A pre-wrap hook that marks parameters whose source has a wider dtype than the checkpoint's own."""
 
         def mark(chunks: list[nn.Module]) -> list[nn.Module]:
-            from isthmus.checkpoint.load import main_dtype, rounds
+            from isthmus.checkpoint.load import rounds
             from isthmus.names import live_tensors
             from isthmus.precision import mark_param_dtype
 
@@ -269,7 +289,7 @@ def resolve(path_or_id: str | Path, revision: str | None = None) -> Path:
         return Path(snapshot_download(str(path_or_id), revision=revision))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
         raise FileNotFoundError(
-            f"{path_or_id} is not a folder here, and no checkpoint of that name can be had from the hub: {error}"
+            f"{path_or_id} is not a folder here, and the hub gives no checkpoint of that name: {error}"
         ) from error
 
 

@@ -28,6 +28,30 @@ class Layout:
         if wrong:
             raise ValueError(f"parallel sizes must be at least 1: {wrong}")
 
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> "Layout":
+        """The layout that Megatron's config `fields` describe; data parallelism is none of theirs."""
+        tp = fields.get("tensor_model_parallel_size") or 1
+        return cls(
+            tp=tp,
+            pp=fields.get("pipeline_model_parallel_size") or 1,
+            vp=fields.get("virtual_pipeline_model_parallel_size") or 1,
+            ep=fields.get("expert_model_parallel_size") or 1,
+            etp=fields.get("expert_tensor_parallel_size") or (tp if fields.get("num_moe_experts") else 1),
+            cp=fields.get("context_parallel_size") or 1,
+            sp=fields.get("sequence_parallel", False),
+            pipeline_layout=fields.get("pipeline_model_parallel_layout"),
+        )
+
+    def unsupported(self, axes: frozenset[str]) -> list[str]:
+        """The kinds of parallelism used here and not among a family's `axes`, one line each."""
+        used = {name: getattr(self, name) for name in _SIZES if getattr(self, name) > 1}
+        return [
+            f"{name}={size} is not supported by this family (supported: {', '.join(sorted(axes))}); use {name}=1"
+            for name, size in used.items()
+            if name not in axes
+        ]
+
     @property
     def world_size(self) -> int:
         """Number of ranks: tp x pp x cp x dp. Experts (ep x etp) live on the same ranks."""
