@@ -47,7 +47,7 @@ class Layout:
         """The kinds of parallelism used here and not among a family's `axes`, one line each."""
         used = {name: getattr(self, name) for name in _SIZES if getattr(self, name) > 1}
         return [
-            f"{name}={size} is not supported by this family (supported: {', '.join(sorted(axes))}); use {name}=1"
+            f"{name}={size} is not supported by this family (it has: {', '.join(sorted(axes))}); use {name}=1"
             for name, size in used.items()
             if name not in axes
         ]
