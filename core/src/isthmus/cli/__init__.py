@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from isthmus import __version__
 from isthmus.cli import output
 
-COMMANDS = ("families", "inspect")
+COMMANDS = ("families", "inspect", "tiny", "import_", "export", "roundtrip")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,7 +51,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name in COMMANDS:
         module = importlib.import_module(f"isthmus.cli.{name}")
-        summary = module.__doc__.partition("\n")[0]
+        summary = (module.__doc__ or "").partition("\n")[0]
         command = commands.add_parser(
             name.rstrip("_"), help=summary.rstrip("."), description=summary, allow_abbrev=False
         )

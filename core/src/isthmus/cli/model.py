@@ -1,4 +1,4 @@
-"""A checkpoint's Megatron model on this rank, as the commands build and fill it. Runs in workers only."""
+"""A checkpoint's Megatron model, as the commands check, build and fill it."""
 
 import argparse
 import resource
@@ -13,12 +13,19 @@ if TYPE_CHECKING:
     from isthmus.bridge import AutoBridge
     from isthmus.layout import Layout
 
+SIZES = ("tp", "pp", "vp", "ep", "etp", "cp", "dp")
 DTYPES = ("float32", "bfloat16", "float16")
 
 
 def add_dtype_argument(parser: argparse.ArgumentParser) -> None:
     """`--dtype`: of the Megatron parameters; the checkpoint's own where it is not given."""
     parser.add_argument("--dtype", choices=DTYPES, help="dtype of the parameters (default: the checkpoint's)")
+
+
+def check(bridge: "AutoBridge", layout: "Layout") -> None:
+    """ValueError with every reason why the model cannot be divided so; costs nothing, starts nothing."""
+    if problems := [*_unsupported(bridge, layout), *layout.problems(bridge.megatron_fields)]:
+        raise ValueError("this layout does not fit the model:" + "".join(f"\n  {line}" for line in problems))
 
 
 def build(bridge: "AutoBridge", layout: "Layout", dtype: str | None = None) -> list[Any]:
@@ -29,6 +36,20 @@ def build(bridge: "AutoBridge", layout: "Layout", dtype: str | None = None) -> l
     if dtype is not None:
         overrides["params_dtype"] = getattr(torch, dtype)
     return bridge.build_model(bridge.get_model_config(**overrides))
+
+
+def _unsupported(bridge: "AutoBridge", layout: "Layout") -> list[str]:
+    """A line for each kind of parallelism that the family is not tested for."""
+    asked = {name: getattr(layout, name) for name in SIZES if getattr(layout, name) > 1}
+    if layout.sequence_parallel:
+        asked["sp"] = "on"
+    family = bridge.family
+    known = " ".join(axis for axis in ("tp", "sp", *SIZES[1:]) if axis in family.axes)
+    return [
+        f"family {family.name} does not support {axis}={value} (it supports: {known})"
+        for axis, value in asked.items()
+        if axis not in family.axes
+    ]
 
 
 def load(bridge: "AutoBridge", model: list[Any]) -> Any:
@@ -56,3 +77,8 @@ class Stopwatch:
         begin = time.perf_counter()
         yield
         self.seconds[name] = round(time.perf_counter() - begin, 3)
+
+
+def slowest(ranks: list[dict[str, Any]]) -> dict[str, float]:
+    """Each stage's seconds on the rank that took longest."""
+    return {name: max(rank["seconds"][name] for rank in ranks) for name in ranks[0]["seconds"]}

@@ -24,7 +24,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Round trip HF_DIR through the layout; 1 where the result differs."""
+    from isthmus.bridge import AutoBridge
+
     layout = layout_options.layout(args)
+    model.check(AutoBridge.from_hf_pretrained(args.hf_dir), layout)
     ranks = workers.run(layout, on_rank, layout, args.hf_dir, args.out_dir, args.overwrite)
     document = {"layout": layout.as_dict(), "out_dir": str(args.out_dir), **_merged(ranks)}
     out = output.console(args)
@@ -103,5 +106,5 @@ def _merged(ranks: list[dict[str, Any]]) -> dict[str, Any]:
         },
         "mismatches": mismatches,
         "peak_rss_mb_per_rank": [rank["peak_rss_mb"] for rank in ranks],
-        "seconds": {name: max(rank["seconds"][name] for rank in ranks) for name in first["seconds"]},
+        "seconds": model.slowest(ranks),
     }

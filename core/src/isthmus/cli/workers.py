@@ -10,11 +10,13 @@ if TYPE_CHECKING:
     from isthmus.layout import Layout
 
 
-def run(layout: "Layout", function: Callable[..., Any], *args: Any) -> list[Any]:
+def run(
+    layout: "Layout", function: Callable[..., Any], *args: Any, timeout: float | None = None
+) -> list[Any]:
     """`function(*args)` on every rank, Megatron's groups initialised; results by rank, on every rank alike.
 
-    `function` belongs to a module; its arguments and its result can be pickled. ValueError where the ranks at
-    hand are not the layout's.
+    `function` belongs to a module; its arguments and its result can be pickled. `timeout` is in seconds, for
+    worker processes. ValueError where the ranks at hand are not the layout's.
     """
     if under_torchrun():
         return _run_here(layout, function, args)
@@ -29,7 +31,7 @@ def run(layout: "Layout", function: Callable[..., Any], *args: Any) -> list[Any]
         )
     from isthmus.cpu import launch
 
-    return launch.run(layout.world_size, on_rank, layout, function, args)
+    return launch.run(layout.world_size, on_rank, layout, function, args, timeout=timeout)
 
 
 def under_torchrun() -> bool:

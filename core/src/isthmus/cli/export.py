@@ -1,0 +1,83 @@
+"""Megatron torch_dist checkpoint -> Hugging Face folder; the layout need not be the one that saved it."""
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from isthmus.cli import layout_options, model, output, workers
+
+if TYPE_CHECKING:
+    from isthmus.bridge import AutoBridge
+    from isthmus.layout import Layout
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Source, target, layout, and how the files are written."""
+    parser.add_argument("megatron_dir", metavar="MEGATRON_DIR", type=Path, help="what was given to --save")
+    parser.add_argument("out_dir", metavar="OUT_DIR", type=Path, help="folder to write; empty or absent")
+    parser.add_argument(
+        "--hf",
+        metavar="HF_DIR",
+        help="checkpoint whose config, side files and key spelling are used (default: the one imported)",
+    )
+    layout_options.add_layout_arguments(parser)
+    parser.add_argument(
+        "--dtype",
+        choices=("source", *model.DTYPES),
+        default="source",
+        help="dtype of the tensors written (default: source, each as in HF_DIR)",
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace OUT_DIR if it is not empty")
+    parser.add_argument(
+        "--max-shard-size", metavar="SIZE", default="5GB", help="of one safetensors file (default: 5GB)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Export MEGATRON_DIR; OUT_DIR appears in one rename when everything is written."""
+    layout = layout_options.layout(args)
+    model.check(_bridge(args.megatron_dir, args.hf), layout)
+    options = {"dtype": args.dtype, "overwrite": args.overwrite, "max_shard_size": args.max_shard_size}
+    ranks = workers.run(layout, on_rank, layout, args.megatron_dir, args.out_dir, args.hf, options)
+    output.console(args).print(
+        f"{ranks[0]['model_type']}: {args.megatron_dir} exported to {args.out_dir}"
+        f" on {layout.world_size} ranks"
+    )
+    document = {
+        "model_type": ranks[0]["model_type"],
+        "layout": layout.as_dict(),
+        "megatron_dir": str(args.megatron_dir),
+        "out_dir": str(args.out_dir),
+        "peak_rss_mb_per_rank": [rank["peak_rss_mb"] for rank in ranks],
+        "seconds": model.slowest(ranks),
+    }
+    output.write_json(args, document)
+    return 0
+
+
+def on_rank(
+    layout: "Layout", megatron_dir: Path, out_dir: Path, hf_dir: str | None, options: dict[str, Any]
+) -> dict[str, Any]:
+    """One rank's part of the export."""
+    watch = model.Stopwatch()
+    bridge = _bridge(megatron_dir, hf_dir)
+    with watch("build"):
+        chunks = model.build(bridge, layout)
+    with watch("export"):
+        bridge.export_ckpt(megatron_dir, out_dir, model=chunks, **options)
+    return {
+        "model_type": bridge.hf_config.model_type,
+        "peak_rss_mb": model.peak_rss_mb(),
+        "seconds": watch.seconds,
+    }
+
+
+def _bridge(megatron_dir: Path, hf_dir: str | None) -> "AutoBridge":
+    """Bound to the given checkpoint, else to the one that MEGATRON_DIR was imported from."""
+    from isthmus.bridge import AutoBridge
+
+    return (
+        AutoBridge.from_megatron_ckpt(megatron_dir)
+        if hf_dir is None
+        else AutoBridge.from_hf_pretrained(hf_dir)
+    )

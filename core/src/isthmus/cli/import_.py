@@ -1,0 +1,65 @@
+"""Hugging Face checkpoint -> Megatron torch_dist checkpoint, for `--load`."""
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from isthmus.cli import layout_options, model, output, workers
+
+if TYPE_CHECKING:
+    from isthmus.layout import Layout
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Source, target, layout, dtype."""
+    parser.add_argument("hf_dir", metavar="HF_DIR", help="checkpoint folder or hub id")
+    parser.add_argument("megatron_dir", metavar="MEGATRON_DIR", type=Path, help="folder to write")
+    layout_options.add_layout_arguments(parser)
+    model.add_dtype_argument(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Import HF_DIR at the layout; any other layout can load the result."""
+    from isthmus.bridge import AutoBridge
+
+    layout = layout_options.layout(args)
+    model.check(AutoBridge.from_hf_pretrained(args.hf_dir), layout)
+    ranks = workers.run(layout, on_rank, layout, args.hf_dir, args.megatron_dir, args.dtype)
+    report = ranks[0]["report"]
+    output.console(args).print(
+        f"{ranks[0]['model_type']}: {report.hf_tensors} tensors loaded on {layout.world_size} ranks,"
+        f" {len(report.passed_through)} left to an export to copy, {len(report.dropped)} dropped;"
+        f" written to {args.megatron_dir}"
+    )
+    document = {
+        "model_type": ranks[0]["model_type"],
+        "layout": layout.as_dict(),
+        "megatron_dir": str(args.megatron_dir),
+        "loaded": report.hf_tensors,
+        "passed_through": sorted(report.passed_through),
+        "dropped": report.dropped,
+        "parameters_per_rank": [rank["report"].parameters for rank in ranks],
+        "bytes_read_per_rank": [rank["report"].bytes_read for rank in ranks],
+        "peak_rss_mb_per_rank": [rank["peak_rss_mb"] for rank in ranks],
+        "seconds": model.slowest(ranks),
+    }
+    output.write_json(args, document)
+    return 0
+
+
+def on_rank(layout: "Layout", hf_dir: str, megatron_dir: Path, dtype: str | None) -> dict[str, Any]:
+    """One rank's part of the import."""
+    from isthmus.bridge import AutoBridge
+
+    watch = model.Stopwatch()
+    bridge = AutoBridge.from_hf_pretrained(hf_dir)
+    with watch("build"):
+        chunks = model.build(bridge, layout, dtype)
+    with watch("import"):
+        report = bridge.import_ckpt(megatron_dir, chunks)
+    return {
+        "model_type": bridge.hf_config.model_type,
+        "report": report,
+        "peak_rss_mb": model.peak_rss_mb(),
+        "seconds": watch.seconds,
+    }

@@ -1,0 +1,69 @@
+"""A tiny random checkpoint of a family in its published layout, MTP block included.
+
+The same seed gives the same numbers in every variant. `--list` tells the variants and writes nothing.
+"""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from isthmus.cli import output
+from isthmus.cli.model import DTYPES
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Family, target and what to vary."""
+    parser.add_argument("model_type", metavar="MODEL_TYPE", help="as in config.json, e.g. qwen3_next")
+    parser.add_argument("out_dir", metavar="OUT_DIR", type=Path, nargs="?", help="folder to write")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the random values (default: 0)")
+    parser.add_argument("--dtype", choices=DTYPES, help="of the tensors (default: the config's own)")
+    parser.add_argument("--variant", default="default", metavar="V", help="see --list (default: default)")
+    parser.add_argument("--list", action="store_true", help="list the family's variants; OUT_DIR is not used")
+    parser.add_argument("--overwrite", action="store_true", help="replace OUT_DIR if it is not empty")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the checkpoint, or list the variants."""
+    from isthmus.registry import family
+
+    chosen = family(args.model_type)
+    if args.list:
+        variants = chosen.tiny.variants if chosen.tiny else {}
+        _list(args, variants)
+        output.write_json(args, {"model_type": args.model_type, "variants": list(variants)})
+        return 0
+    if args.out_dir is None:
+        raise ValueError(f"where to? Give a folder: isthmus tiny {args.model_type} OUT_DIR")
+
+    import torch
+
+    from isthmus.checkpoint.reader import CheckpointReader
+    from isthmus.testing.tiny import write_tiny
+
+    dtype = getattr(torch, args.dtype) if args.dtype else None
+    write_tiny(chosen, args.out_dir, args.variant, seed=args.seed, dtype=dtype, overwrite=args.overwrite)
+    with CheckpointReader(args.out_dir) as reader:
+        count, nbytes = len(reader.tensors), sum(info.nbytes for info in reader.tensors.values())
+    output.console(args).print(f"{args.out_dir}: {args.variant}, {count} tensors, {nbytes:,} bytes")
+    document = {"model_type": args.model_type, "out_dir": str(args.out_dir), "variant": args.variant}
+    output.write_json(args, {**document, "seed": args.seed, "tensors": count, "bytes": nbytes})
+    return 0
+
+
+def _list(args: argparse.Namespace, variants: Any) -> None:
+    """One line for each variant: how it differs from the family's first."""
+    rows = output.table("variant", "what differs")
+    usual = next(iter(variants.values()), None)
+    for name, variant in variants.items():
+        config = [
+            f"{key}={variant.config.get(key, 'absent')}"
+            for key in {**usual.config, **variant.config}
+            if variant.config.get(key) != usual.config.get(key)
+        ]
+        files = [
+            f"{key}: {getattr(variant, key)}"
+            for key in ("mtp", "head", "fused_experts", "shards", "fp32")
+            if getattr(variant, key) != getattr(usual, key)
+        ]
+        rows.add_row(name, ", ".join(config + files))
+    output.console(args).print(rows)
