@@ -14,7 +14,6 @@ from isthmus.checkpoint.load import LoadReport
 from isthmus.cli import model, roundtrip, workers
 from isthmus.layout import Layout
 
-
 # Evaluated by workers, which can import no test module: a rank's place in Megatron's groups.
 PLACE = (
     "(lambda state: (state.get_tensor_model_parallel_rank(), state.get_pipeline_model_parallel_rank()))"
