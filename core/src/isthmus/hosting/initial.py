@@ -44,7 +44,8 @@ def initialise(hf_module: nn.Module, std: float) -> None:
     if empty:
         raise ValueError(
             f"{type(hf_module).__name__} left {empty} uninitialised, and its modeling file has no rule for "
-            "them. Override HostedModule.initialise, or build with perform_initialization=False and load weights"
+            "them. Override initialise() of the HostedModule, or build with perform_initialization=False "
+            "and load weights"
         )
 
 

@@ -6,11 +6,34 @@ function that the kernel replaced is still there, wrapped. Nothing here runs at 
 """
 
 import functools
+import importlib
 import inspect
+import sys
 from collections.abc import Callable
 from types import FunctionType, ModuleType
 
+import torch
+
+KERNEL_PACKAGES = ("fla", "causal_conv1d")
 BOUNDARIES = ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
+
+
+def import_modeling(name: str) -> ModuleType:
+    """The modeling file `name`; in a process without a GPU, with its own torch functions and without fla.
+
+    fla takes seconds to import, for kernels that a CPU cannot run. With a GPU this is a plain import.
+    """
+    if torch.cuda.is_available():
+        return importlib.import_module(name)
+    hidden = [package for package in KERNEL_PACKAGES if package not in sys.modules]
+    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]  # None makes `import` fail
+    try:
+        modeling = importlib.import_module(name)
+    finally:
+        for package in hidden:
+            del sys.modules[package]
+    use_torch_functions(modeling)
+    return modeling
 
 
 def use_torch_functions(modeling: ModuleType) -> list[str]:
@@ -39,7 +62,7 @@ def _is_kernel(value: object, modeling: ModuleType) -> bool:
 
 
 def _without_boundaries(name: str, torch_function: Callable) -> Callable:
-    """`torch_function`, refusing sequence boundaries; like transformers' wrapper it drops unknown keywords."""
+    """`torch_function`, refusing sequence boundaries; as transformers' wrapper, it drops unknown keywords."""
     parameters = inspect.signature(torch_function).parameters
 
     @functools.wraps(torch_function)

@@ -10,6 +10,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
 from isthmus.hosting.module import HostedModule
+from isthmus.hosting.torch_functions import import_modeling
 from isthmus.precision import mark_param_dtype
 
 ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "relu": F.relu}
@@ -24,8 +25,8 @@ class HostedDeltaNet(HostedModule):
     def build_hf_module(self, config: TransformerConfig) -> nn.Module:
         """HF's module for one linear-attention layer of `config`."""
         from transformers import Qwen3NextConfig
-        from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
+        modeling = import_modeling("transformers.models.qwen3_next.modeling_qwen3_next")
         hf = Qwen3NextConfig(
             hidden_size=config.hidden_size,
             hidden_act=activation_name(config),
@@ -39,7 +40,7 @@ class HostedDeltaNet(HostedModule):
             num_hidden_layers=1,
             layer_types=["linear_attention"],
         )
-        return Qwen3NextGatedDeltaNet(hf, layer_idx=0)
+        return modeling.Qwen3NextGatedDeltaNet(hf, layer_idx=0)
 
 
 class NativeDeltaNet(GatedDeltaNet):
