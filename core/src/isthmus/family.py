@@ -1,10 +1,11 @@
 """What a family package provides."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from isthmus.config import HFConfig
+from isthmus.testing.variant import Tiny
 from isthmus.weights import WeightMap
 
 
@@ -26,7 +27,7 @@ class Family:
     """``module:Class`` of the GPTModelConfig to build; imported only when a model is built."""
     axes: frozenset[str] = frozenset({"tp", "sp", "pp", "vp", "ep", "etp", "dp"})
     """The kinds of parallelism that are supported and tested."""
-    tiny: Mapping[str, Any] = field(default_factory=dict)
-    """Tiny checkpoints for tests, by variant name."""
+    tiny: Tiny | None = None
+    """Tiny checkpoints for tests, in the layout of the published ones."""
     mtp_reference: str | None = None
     """``module:function`` giving the MTP block in plain HF modules, where HF has none of its own."""

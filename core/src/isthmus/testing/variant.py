@@ -1,8 +1,10 @@
 """Variants of a tiny checkpoint, as data: what its config.json says and how its files are written."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
+
+from isthmus.config import HFConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,3 +34,15 @@ def v5_spelling(config: Mapping[str, Any]) -> dict[str, Any]:
     }
     config["transformers_version"] = "5.24.0"
     return dict(sorted(config.items()))
+
+
+@dataclass(frozen=True, slots=True)
+class Tiny:
+    """What a family provides for tiny checkpoints: its variants, and every tensor of a published one."""
+
+    variants: Mapping[str, Variant]
+    tensors: Callable[[HFConfig, bool], dict[str, tuple[int, ...]]]
+    """Name and shape of each tensor on disk, experts one by one, for a config; with or without MTP block."""
+    values: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """Patterns (fnmatch) of tensors and the (centre, spread) of their random values, where these are not 0
+    and what keeps activations of size 1."""

@@ -3,6 +3,7 @@
 from isthmus.family import Family
 from isthmus_qwen3_next.bridge import weights
 from isthmus_qwen3_next.config import megatron_config
+from isthmus_qwen3_next.tiny import TINY
 
 FAMILY = Family(
     name="qwen3_next",
@@ -10,4 +11,5 @@ FAMILY = Family(
     model_config=megatron_config,
     weights=weights,
     config_class="isthmus_qwen3_next.model_config:Qwen3NextModelConfig",
+    tiny=TINY,
 )

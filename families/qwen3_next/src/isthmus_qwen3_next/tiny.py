@@ -4,7 +4,8 @@ import json
 from importlib.resources import files
 from typing import Any
 
-from isthmus.testing.variant import Variant, v5_spelling
+from isthmus.testing.variant import Tiny, Variant, v5_spelling
+from isthmus_qwen3_next.tensors import tensors
 
 # Qwen3-Next-80B-A3B-Instruct, as published (spelling of transformers 4).
 PUBLISHED: dict[str, Any] = json.loads(files(__package__).joinpath("published.config.json").read_text())
@@ -52,3 +53,14 @@ VARIANTS = {
     "sharded": Variant(tiny_config(), shards=3),
     "fp32_a_log": Variant(tiny_config(), fp32=("*.linear_attn.A_log",)),
 }
+
+# Where the usual, 0 and a size that keeps activations at 1, would not do. Decay is exp(-exp(A_log) dt), and
+# near 1 it remembers; a spread router has no near ties.
+VALUES = {
+    "*.linear_attn.norm.weight": (1.0, 0.2),
+    "*.linear_attn.A_log": (0.0, 0.5),
+    "*.linear_attn.dt_bias": (-2.0, 0.5),
+    "*.mlp.gate.weight": (0.0, 0.3),
+}
+
+TINY = Tiny(VARIANTS, tensors, VALUES)

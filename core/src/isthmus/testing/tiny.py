@@ -1,0 +1,147 @@
+"""A tiny random checkpoint of a family, in the layout of its published ones.
+
+Values depend on the seed and the tensor's name alone: variants of one seed hold the same numbers. Files are
+written by safetensors itself, so that a tiny checkpoint tests isthmus' reader and not its own writer.
+"""
+
+import json
+import zlib
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from math import prod
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from isthmus.checkpoint.folder import Staging
+from isthmus.config import HFConfig
+from isthmus.config_text import write_config
+from isthmus.family import Family
+from isthmus.testing.tokenizer import write_tokenizer
+from isthmus.testing.variant import Tiny, Variant
+
+
+def write_tiny(
+    family: Family,
+    target: str | Path,
+    variant: str = "default",
+    *,
+    seed: int = 0,
+    dtype: torch.dtype | None = None,
+    overwrite: bool = False,
+) -> None:
+    """Write a tiny checkpoint of `family`; `dtype` None is the one that its config.json states.
+
+    LookupError names the variants there are; ValueError where the target folder is not empty.
+    """
+    chosen = find_variant(family, variant)
+    stated = dict(chosen.config)
+    dtype = dtype or getattr(torch, stated.get("dtype") or stated["torch_dtype"])
+    tensors = make_tensors(family.tiny, chosen, seed, dtype)
+    with Staging(target, overwrite) as staging:
+        _write_shards(staging.path, tensors, chosen.shards)
+        plain = str(dtype).removeprefix("torch.")
+        config = write_config(json.dumps(stated, indent=2) + "\n", {"torch_dtype": plain})
+        (staging.path / "config.json").write_text(config, encoding="utf-8")
+        write_tokenizer(staging.path, stated)
+        staging.publish()
+
+
+def find_variant(family: Family, name: str) -> Variant:
+    """The variant `name`. LookupError where the family has none of that name, or none at all."""
+    variants = family.tiny.variants if family.tiny else {}
+    if name not in variants:
+        raise LookupError(
+            f"family {family.name} has no tiny variant {name!r} (it has: {', '.join(variants) or 'none'})"
+        )
+    return variants[name]
+
+
+def published_shapes(tiny: Tiny, variant: Variant) -> dict[str, tuple[int, ...]]:
+    """Name and shape of each tensor of the variant's files."""
+    shapes = tiny.tensors(HFConfig(variant.config), variant.mtp)
+    if not variant.head:
+        del shapes["lm_head.weight"]
+    if not variant.fused_experts:
+        return shapes
+    stacked: dict[str, tuple[int, ...]] = {}
+    for name, shape in shapes.items():
+        stack = _stack(name)
+        if stack is None:
+            stacked[name] = shape
+            continue
+        rows = shape[0] * (2 if stack.endswith("gate_up_proj") else 1)
+        count = stacked.get(stack, (0,))[0] + (not name.endswith(".up_proj.weight"))
+        stacked[stack] = (count, rows, *shape[1:])
+    return stacked
+
+
+def make_tensors(tiny: Tiny, variant: Variant, seed: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """The variant's tensors by name, in the dtypes they have in the files."""
+    config = HFConfig(variant.config)
+    shapes = tiny.tensors(config, variant.mtp)
+    tensors = {name: _random(name, shape, tiny.values, seed) for name, shape in shapes.items()}
+    if config["tie_word_embeddings"]:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    if variant.fused_experts:
+        tensors = _stacked(tensors)
+    return {
+        name: tensors[name].to(torch.float32 if _matches(name, variant.fp32) else dtype)
+        for name in published_shapes(tiny, variant)
+    }
+
+
+def _random(
+    name: str, shape: tuple[int, ...], values: Mapping[str, tuple[float, float]], seed: int
+) -> torch.Tensor:
+    """Normal numbers around 0, vectors of spread 0.2, matrices such that a product keeps its input's size."""
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode(), seed))
+    usual = (0.0, 0.2 if len(shape) == 1 else prod(shape[1:]) ** -0.5)
+    centre, spread = next((value for key, value in values.items() if fnmatchcase(name, key)), usual)
+    return centre + spread * torch.randn(shape, generator=generator)
+
+
+def _stack(name: str) -> str | None:
+    """The stacked tensor that an expert's tensor becomes a part of; None where it is not an expert's."""
+    prefix, experts, rest = name.partition(".experts.")
+    if not experts:
+        return None
+    return f"{prefix}.experts.{'down_proj' if rest.endswith('.down_proj.weight') else 'gate_up_proj'}"
+
+
+def _stacked(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Experts as transformers 5 holds them: `gate_up_proj` (E, 2F, H) and `down_proj` (E, H, F)."""
+    result: dict[str, torch.Tensor] = {}
+    rows: dict[str, list[torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        stack = _stack(name)
+        if stack is None:
+            result[name] = tensor
+        elif name.endswith(".gate_proj.weight"):
+            up = tensors[name.replace(".gate_proj.", ".up_proj.")]
+            rows.setdefault(stack, []).append(torch.cat([tensor, up]))
+        elif name.endswith(".down_proj.weight"):
+            rows.setdefault(stack, []).append(tensor)
+    return result | {stack: torch.stack(parts) for stack, parts in rows.items()}
+
+
+def _write_shards(folder: Path, tensors: Mapping[str, torch.Tensor], count: int) -> None:
+    """`count` files, each with its share of the tensors in order; an index where there are several."""
+    names = list(tensors)
+    if count == 1:
+        save_file(dict(tensors), folder / "model.safetensors", metadata={"format": "pt"})
+        return
+    weight_map = {}
+    for number in range(count):
+        file = f"model-{number + 1:05}-of-{count:05}.safetensors"
+        held = names[number * len(names) // count : (number + 1) * len(names) // count]
+        save_file({name: tensors[name] for name in held}, folder / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(held, file)
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _matches(name: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
