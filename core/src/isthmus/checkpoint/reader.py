@@ -66,11 +66,11 @@ class CheckpointReader:
     def will_need(self, names: Iterable[str | tuple[str, int | None]]) -> None:
         """Says what `slice` will be asked for: tensors, or (name, index) for single rows of stacked ones.
 
-        A hint that keeps a cold disk or a network file system busy. It is best followed in file order; each
-        call replaces the one before.
+        A hint that keeps a cold disk or a network file system busy where the kernel would not. It is best
+        followed in file order; each call replaces the one before.
         """
         ahead = self._ahead = ReadAhead(lambda file, begin, end: self._map(file).ask(begin, end))
-        keys = [(name, None) if isinstance(name, str) else name for name in names]
+        keys = dict.fromkeys((name, None) if isinstance(name, str) else name for name in names)
         ranges = []
         for name, index in keys:
             info = self._info(name)
