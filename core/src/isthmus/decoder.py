@@ -6,13 +6,14 @@ compute with raises; where config.json is silent, transformers' own class suppli
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
-
-import torch
-from torch import Tensor
-from torch.nn import functional
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from isthmus.config import HFConfig
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,32 +101,27 @@ def layer_types(hf: HFConfig) -> list[str]:
     return types
 
 
-def gelu_pytorch_tanh(x: Tensor) -> Tensor:
-    """GELU by its tanh approximation, the function of that name in transformers."""
-    return functional.gelu(x, approximate="tanh")
+def activation(hf: HFConfig, key: str = "hidden_act") -> "Callable[[Tensor], Tensor]":
+    """The function that `key` names. ValueError: a name that none is known for."""
+    from torch.nn import functional
 
-
-ACTIVATIONS = {
-    "silu": functional.silu,
-    "swish": functional.silu,
-    "gelu": functional.gelu,
-    "gelu_pytorch_tanh": gelu_pytorch_tanh,
-    "relu": functional.relu,
-}
-
-
-def activation(hf: HFConfig, key: str = "hidden_act") -> Callable[[Tensor], Tensor]:
-    """The function that `key` names. ValueError: a name not in `ACTIVATIONS`."""
+    functions = {
+        "silu": functional.silu,
+        "swish": functional.silu,
+        "gelu": functional.gelu,
+        "gelu_pytorch_tanh": partial(functional.gelu, approximate="tanh"),
+        "relu": functional.relu,
+    }
     name = hf[key]
-    if name not in ACTIVATIONS:
-        raise ValueError(
-            f"config.json: {key}={name!r} is not supported (supported: {', '.join(ACTIVATIONS)})"
-        )
-    return ACTIVATIONS[name]
+    if name not in functions:
+        raise ValueError(f"config.json: {key}={name!r} is not supported (supported: {', '.join(functions)})")
+    return functions[name]
 
 
-def torch_dtype(hf: HFConfig) -> torch.dtype | None:
+def torch_dtype(hf: HFConfig) -> "torch.dtype | None":
     """The dtype that the file states as `dtype` or `torch_dtype`, None where it states none."""
+    import torch
+
     name = hf.either("dtype", "torch_dtype")
     if name is None:
         return None
@@ -135,8 +131,10 @@ def torch_dtype(hf: HFConfig) -> torch.dtype | None:
     return dtype
 
 
-def dtype_fields(dtype: torch.dtype) -> dict[str, Any]:
+def dtype_fields(dtype: "torch.dtype") -> dict[str, Any]:
     """Megatron's fields for a model whose parameters and pipeline messages have `dtype`."""
+    import torch
+
     return {
         "params_dtype": dtype,
         "pipeline_dtype": dtype,

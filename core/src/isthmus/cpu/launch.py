@@ -209,7 +209,7 @@ def _raise_failures(failures: dict[int, Failure]) -> None:
 def _is_for_user(error: BaseException) -> bool:
     """Whether the message is meant for who asked; KeyError and IndexError are mistakes in a program."""
     if isinstance(error, OSError):
-        return isinstance(error, (FileNotFoundError, FileExistsError, NotADirectoryError, PermissionError))
+        return not isinstance(error, (ConnectionError, TimeoutError, ChildProcessError, ProcessLookupError))
     return isinstance(error, (ValueError, LookupError)) and not isinstance(error, (KeyError, IndexError))
 
 
