@@ -12,4 +12,5 @@ FAMILY = Family(
     weights=weights,
     config_class="isthmus_qwen3_next.model_config:Qwen3NextModelConfig",
     tiny=TINY,
+    mtp_reference="isthmus_qwen3_next.reference:multi_token_prediction",
 )

@@ -1,0 +1,94 @@
+"""What became of every tensor and every bit: coverage, round trip, and the dtypes of the parameters."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from isthmus.checkpoint.export import plan, stream
+from isthmus.checkpoint.load import rounds, same_bits
+from isthmus.checkpoint.reader import CheckpointReader
+from isthmus.names import live_tensors, unwrapped
+from isthmus.weights import WeightMap
+
+
+def coverage(chunks: Sequence[nn.Module], weights: WeightMap, reader: CheckpointReader) -> dict[str, Any]:
+    """The `coverage` section, for the model over all ranks; alike on every rank. Collective."""
+    held = sorted(set().union(*_from_all({live.canonical for live in live_tensors(chunks)})))
+    found = weights.cover(reader.tensors)
+    return {
+        "hf_tensors": len(reader.tensors),
+        "megatron_params": len(held),
+        "loaded": len(found.loaded),
+        "passed_through": sorted(found.passed_through),
+        "dropped": found.dropped,
+        "missing_hf": sorted(found.missing),
+        "unmapped_hf": sorted(found.unknown),
+        "unmapped_megatron": [name for name in held if name not in weights.megatron],
+        "unheld_megatron": sorted(weights.megatron.keys() - set(held)),
+    }
+
+
+def gaps(section: dict[str, Any]) -> list[str]:
+    """What `coverage` found wrong, a line for each kind; empty where everything is accounted for."""
+    from isthmus.weights import collapse
+
+    kinds = {
+        "missing_hf": "missing from the checkpoint",
+        "unmapped_hf": "checkpoint tensors without a rule",
+        "unmapped_megatron": "Megatron tensors without a rule",
+        "unheld_megatron": "rules for Megatron tensors that no rank holds",
+    }
+    return [
+        f"{meaning} ({len(section[key])}): {', '.join(collapse(section[key]))}"
+        for key, meaning in kinds.items()
+        if section[key]
+    ]
+
+
+def round_trip(
+    chunks: Sequence[nn.Module], weights: WeightMap, reader: CheckpointReader
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The `roundtrip` and `dtypes` sections of a loaded model; alike on every rank. Collective.
+
+    One export in the parameters' own dtypes serves both: brought back to the source's dtype its bits must be
+    the source's; and where a parameter is wider than the source, its own bits must be the source's widened,
+    for a value that was rounded and widened again also comes back right.
+    """
+    held = list(live_tensors(chunks))
+    order = {name: position for position, name in enumerate(reader.tensors)}
+    planned = plan(held, unwrapped(chunks[0]), weights, order=order)
+    exported, mismatched, rounded = set(), set(), set()
+    for name, tensor in stream(planned, everywhere=False):
+        exported.add(name)
+        if name not in reader.tensors:
+            mismatched.add(name)
+            continue
+        source, tensor = reader.slice(name), tensor.cpu()
+        if not same_bits(tensor.to(source.dtype), source):
+            mismatched.add(name)
+        if rounds(tensor.dtype, source.dtype) and not same_bits(tensor, source.to(tensor.dtype)):
+            rounded.update(weights.hf[name])
+    for live in held:
+        sources = [tensor.name for tensor in weights.megatron[live.canonical].hf]
+        if any(rounds(reader.tensors[name].dtype, live.tensor.dtype) for name in sources):
+            rounded.add(live.canonical)
+    wide = {
+        live.canonical
+        for live in held
+        if isinstance(live.tensor, nn.Parameter) and live.tensor.dtype == torch.float32
+    }
+    everyone = _from_all((exported, mismatched, rounded, wide))
+    exported, mismatched, rounded, wide = (set().union(*kind) for kind in zip(*everyone, strict=True))
+    mismatched |= weights.cover(reader.tensors).loaded - exported
+    trip = {"tensors": len(exported), "bitwise_equal": not mismatched, "mismatched": sorted(mismatched)}
+    return trip, {"fp32_params": sorted(wide), "rounded": sorted(rounded)}
+
+
+def _from_all[T](own: T) -> list[T]:
+    """Every rank's value. Collective."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, own)
+    return found

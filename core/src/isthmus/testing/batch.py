@@ -1,0 +1,58 @@
+"""The tokens of a comparison: which sequence goes to which rank and microbatch, the same on every process."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Sequences in the order of data-parallel ranks, then of microbatches.
+
+    A sequence of L tokens to run holds L + 1: the last is a label only. All microbatches are alike in
+    lengths, so that a mean over tokens does not depend on how the sequences are divided.
+    """
+
+    sequences: tuple[Tensor, ...]  # (L + 1,), int64
+    per_microbatch: int
+    packed: bool  # a microbatch is one row of sequences end to end, instead of one row for each
+
+    @property
+    def tokens(self) -> int:
+        """Tokens to run, over all sequences."""
+        return sum(len(sequence) - 1 for sequence in self.sequences)
+
+    @property
+    def row(self) -> int:
+        """Tokens of one row of a microbatch."""
+        lengths = [len(sequence) - 1 for sequence in self.sequences[: self.per_microbatch]]
+        return sum(lengths) if self.packed else lengths[0]
+
+    def microbatches(self, rank: int, size: int) -> list[list[Tensor]]:
+        """The sequences of data-parallel `rank` of `size`, one list for each microbatch."""
+        count = len(self.sequences) // size
+        own = list(self.sequences[rank * count : (rank + 1) * count])
+        return [own[i : i + self.per_microbatch] for i in range(0, count, self.per_microbatch)]
+
+
+def random_batch(
+    vocabulary: int, *, tokens: int, seed: int, ranks: int, microbatches: int, packed: bool
+) -> Batch:
+    """Uniformly random token ids; `ranks` data-parallel ranks with `microbatches` each.
+
+    Args:
+        tokens: length of a sequence. Packed: two rows' worth of tokens in three unequal sequences, none of a
+            length that divides evenly into anything.
+    """
+    if packed and tokens < 8:
+        raise ValueError(f"cannot pack sequences of {tokens} tokens; use at least 8")
+    first, second = tokens // 2 + 1, tokens // 4 + 2
+    lengths = [first, second, 2 * tokens - first - second] if packed else [tokens, tokens]
+    generator = torch.Generator().manual_seed(seed)
+    sequences = tuple(
+        torch.randint(vocabulary, (length + 1,), generator=generator)
+        for _ in range(ranks * microbatches)
+        for length in lengths
+    )
+    return Batch(sequences, per_microbatch=len(lengths), packed=packed)

@@ -1,0 +1,170 @@
+"""The Hugging Face model as reference: slow, plain, one sequence at a time, loaded by transformers alone."""
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from isthmus.checkpoint.reader import CheckpointReader
+from isthmus.testing.batch import Batch
+
+
+class Model(NamedTuple):
+    """HF's model, and the multi-token prediction block that HF leaves out, where there is one."""
+
+    hf: Any
+    mtp: nn.Module | None  # called as mtp(hf, next token ids (b, s), final hidden states (b, s, h))
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """All parameters once, by HF's names in memory."""
+        return dict(self.hf.named_parameters()) | dict(self.mtp.named_parameters() if self.mtp else ())
+
+    def names(self) -> frozenset[str]:
+        """The names of all tensors, tied ones under each of their names."""
+        return frozenset(self.hf.state_dict()) | frozenset(self.mtp.state_dict() if self.mtp else ())
+
+
+@dataclass(slots=True)
+class Outputs:
+    """What a run gave; T tokens of all sequences in the batch's order, on the CPU."""
+
+    logits: Tensor  # (T, V)
+    layers: list[Tensor]  # each layer's output, (T, H); the last before the final norm
+    mtp_logits: Tensor | None  # (T - number of sequences, V): a sequence's last token has no next one
+    loss: float  # mean over tokens, in nats
+    mtp_loss: float | None
+    gradients: dict[str, Tensor] = field(default_factory=dict)  # by HF's names in memory
+
+
+def load(folder: Path, dtype: torch.dtype, mtp_reference: str | None = None) -> Model:
+    """Load the checkpoint with transformers, with eager attention, strictly.
+
+    Args:
+        mtp_reference: ``module:function`` of the family that loads the prediction block, None for none.
+
+    Raises:
+        LookupError: transformers has no causal language model for the checkpoint's model_type.
+        ValueError: transformers did not find every tensor it needs.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    config = AutoConfig.from_pretrained(folder)
+    _import_modeling(config.model_type)
+    hf, info = AutoModelForCausalLM.from_pretrained(
+        folder,
+        dtype=dtype,
+        attn_implementation="eager",
+        experts_implementation="eager",
+        output_loading_info=True,
+    )
+    wrong = {kind: sorted(info[kind]) for kind in ("missing_keys", "mismatched_keys") if info[kind]}
+    if wrong:
+        raise ValueError(f"transformers cannot load {folder}: {wrong}")
+    mtp = None
+    if mtp_reference is not None:
+        module, _, name = mtp_reference.partition(":")
+        with CheckpointReader(folder) as reader:
+            mtp = getattr(importlib.import_module(module), name)(hf, reader)
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
+    return Model(hf.to(device), mtp.to(device) if mtp else None)
+
+
+def _import_modeling(model_type: str) -> None:
+    """Import HF's modeling file, on a CPU with its own torch functions."""
+    from transformers.models.auto.configuration_auto import model_type_to_module_name
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    from isthmus.hosting.torch_functions import import_modeling
+
+    if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise LookupError(f"transformers has no causal language model for model_type {model_type!r}")
+    name = model_type_to_module_name(model_type)
+    import_modeling(f"transformers.models.{name}.modeling_{name}")
+
+
+def run(model: Model, batch: Batch, *, gradients: bool, mtp_weight: float = 0.0) -> Outputs:
+    """Run every sequence by itself; with `gradients`, of the mean next-token loss over all tokens.
+
+    Args:
+        mtp_weight: of the mean loss of the prediction block, which is added to the main one.
+    """
+    for parameter in model.parameters().values():
+        parameter.grad = None
+    collected = _Collected()
+    with _LayerOutputs(model.hf, collected.layers), torch.set_grad_enabled(gradients):
+        for sequence in batch.sequences:
+            loss = _one(model, sequence.to(model.hf.device), batch, mtp_weight, collected)
+            if gradients:
+                loss.backward()
+    return Outputs(
+        logits=torch.cat(collected.logits),
+        layers=[torch.cat(outputs) for _, outputs in sorted(collected.layers.items())],
+        mtp_logits=torch.cat(collected.mtp_logits) if model.mtp else None,
+        loss=collected.loss,
+        mtp_loss=collected.mtp_loss if model.mtp else None,
+        gradients={
+            name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            for name, parameter in (model.parameters().items() if gradients else ())
+        },
+    )
+
+
+@dataclass(slots=True)
+class _Collected:
+    logits: list[Tensor] = field(default_factory=list)
+    mtp_logits: list[Tensor] = field(default_factory=list)
+    layers: dict[int, list[Tensor]] = field(default_factory=dict)
+    loss: float = 0.0
+    mtp_loss: float = 0.0
+
+
+def _one(model: Model, sequence: Tensor, batch: Batch, mtp_weight: float, into: _Collected) -> Tensor:
+    """One sequence's share of the loss."""
+    tokens, labels = sequence[None, :-1], sequence[1:]
+    hidden = model.hf.model(input_ids=tokens, use_cache=False).last_hidden_state
+    logits = model.hf.lm_head(hidden)[0]
+    into.logits.append(logits.detach().cpu())
+    loss = cross_entropy(logits.float(), labels, reduction="sum") / batch.tokens
+    into.loss += loss.item()
+    if model.mtp is None:
+        return loss
+    # The block sees a token's hidden state and the next token, and predicts the one after that.
+    predicted = model.mtp(model.hf, tokens[:, 1:], hidden[:, :-1])
+    logits = model.hf.lm_head(predicted)[0]
+    into.mtp_logits.append(logits.detach().cpu())
+    mtp_loss = cross_entropy(logits.float(), labels[1:], reduction="sum")
+    mtp_loss = mtp_loss / (batch.tokens - len(batch.sequences))
+    into.mtp_loss += mtp_loss.item()
+    return loss + mtp_weight * mtp_loss
+
+
+class _LayerOutputs:
+    """Collect what every decoder layer returns, (T, H), by its index."""
+
+    def __init__(self, hf: Any, into: dict[int, list[Tensor]]) -> None:
+        self.hf, self.into = hf, into
+
+    def __enter__(self) -> None:
+        self.handles = [
+            layer.register_forward_hook(self._hook(self.into.setdefault(index, [])))
+            for index, layer in enumerate(self.hf.get_decoder().layers)
+        ]
+
+    def __exit__(self, *error: object) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+    @staticmethod
+    def _hook(into: list[Tensor]) -> Callable[..., None]:
+        def collect(layer: nn.Module, args: Any, output: Any) -> None:
+            hidden = output[0] if isinstance(output, tuple) else output
+            into.append(hidden.detach().flatten(0, 1).cpu())
+
+        return collect
