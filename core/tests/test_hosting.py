@@ -204,6 +204,27 @@ def test_a_parameter_that_nobody_initialises_is_refused():
         run(1, build_uninitialised, timeout=120)
 
 
+def build_attention(implementation: str | None) -> None:
+    from transformers.models.llama.modeling_llama import LlamaAttention, LlamaConfig
+
+    from isthmus.hosting.module import HostedModule
+
+    class HostedAttention(HostedModule):
+        def build_hf_module(self, config):
+            hf = LlamaConfig(hidden_size=config.hidden_size, num_attention_heads=2)
+            hf._attn_implementation = implementation
+            return LlamaAttention(hf, layer_idx=0)
+
+    hosted = HostedAttention(hosted_mixer().config)
+    assert not any(parameter.isnan().any() for parameter in hosted.hosted.parameters())
+
+
+def test_causal_attention_that_would_see_the_future_is_refused():
+    run(1, build_attention, "sdpa", timeout=120)
+    with pytest.raises(ValueError, match="no _attn_implementation"):
+        run(1, build_attention, None, timeout=120)
+
+
 def built_under_meta() -> dict[str, tuple]:
     with torch.device("meta"):
         hosted = hosted_mixer(filled=False, params_dtype=torch.bfloat16)

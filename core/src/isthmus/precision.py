@@ -59,7 +59,7 @@ def enforce_marked_param_dtypes(model_chunks: nn.Module | Iterable[nn.Module]) -
     which is out of date, nor the current one, which is rounded: that is a ValueError naming all such
     parameters, and nothing is changed. Enforce first, then load: a load into an enforced parameter is exact.
     """
-    chunks = [model_chunks] if isinstance(model_chunks, nn.Module) else list(model_chunks)
+    chunks: list[nn.Module] = [model_chunks] if isinstance(model_chunks, nn.Module) else [*model_chunks]
     named = [(name, param) for chunk in chunks for name, param in chunk.named_parameters()]
     marked = [(name, param) for name, param in named if marked_dtype(param) is not None]
     _refuse({name: reason for name, param in marked if (reason := _lost(param))})

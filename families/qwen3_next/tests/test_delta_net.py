@@ -9,7 +9,7 @@ from torch import Tensor
 
 from isthmus.cpu import launch
 
-launch.preload("transformers.models.qwen3_next.modeling_qwen3_next")
+launch.preload("transformers.modeling_utils")
 
 TOKENS, BATCH, HIDDEN = 16, 2, 32
 KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM = 4, 8, 8, 4

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,7 +21,10 @@ def nan_for_empty() -> Iterator[None]:
 class _NanForEmpty(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        if getattr(func, "__name__", "") == "empty" and result.is_floating_point():
+        if (
+            getattr(func, "__name__", "") in ("empty", "empty_like", "new_empty")
+            and result.is_floating_point()
+        ):
             result.fill_(float("nan"))
         return result
 
@@ -62,6 +66,7 @@ def _pretrained_model(hf_module: nn.Module, std: float) -> nn.Module | None:
         ):
             model = base.__new__(base)
             nn.Module.__init__(model)
-            model.config = getattr(hf_module, "config", None) or SimpleNamespace(initializer_range=std)
+            config: Any = getattr(hf_module, "config", None) or SimpleNamespace(initializer_range=std)
+            model.config = config
             return model
     return None

@@ -41,7 +41,6 @@ class HostedModule(MegatronModule):
         self,
         config: TransformerConfig,
         layer_number: int = 1,
-        submodules: Any = None,
         attn_mask_type: Any = None,
         cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
@@ -58,7 +57,10 @@ class HostedModule(MegatronModule):
         setattr(self, self.hosted_name, self._build())
 
     def build_hf_module(self, config: TransformerConfig) -> nn.Module:
-        """The HF module, under the current default device and dtype; its values do not matter."""
+        """The HF module, built under the current default device and dtype; its values do not matter.
+
+        A config that no model has seen needs `_attn_implementation`, "sdpa" for causal attention.
+        """
         raise NotImplementedError(f"{type(self).__name__} must define build_hf_module(config)")
 
     def run(self, hf_module: nn.Module, hidden: Tensor, **megatron: Any) -> Tensor:
@@ -138,6 +140,7 @@ class HostedModule(MegatronModule):
             device = torch.device("cuda", torch.cuda.current_device())
         with device, nan_for_empty():
             hf_module = self.build_hf_module(self.config)
+        _refuse_default_attention(hf_module)
         if not torch.cuda.is_available():
             for modeling in {type(part).__module__ for part in hf_module.modules()}:
                 if modeling.startswith("transformers."):
@@ -172,3 +175,14 @@ class HostedModule(MegatronModule):
         if any(before[name] != id(parameter) for name, parameter in self.named_parameters()):
             self._mark(self.hosted)
         return self
+
+
+def _refuse_default_attention(hf_module: nn.Module) -> None:
+    """ValueError where HF would fall back to eager attention, which without a mask sees later tokens."""
+    for name, part in hf_module.named_modules():
+        config = getattr(part, "config", None)
+        if getattr(part, "is_causal", False) and getattr(config, "_attn_implementation", "") is None:
+            raise ValueError(
+                f"{name or type(part).__name__}: its config has no _attn_implementation, and HF's default is not "
+                "causal without a mask. Set config._attn_implementation = 'sdpa' in build_hf_module"
+            )

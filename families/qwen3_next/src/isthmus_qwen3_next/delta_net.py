@@ -13,6 +13,13 @@ from isthmus.hosting.module import HostedModule
 from isthmus.hosting.torch_functions import import_modeling
 from isthmus.precision import mark_param_dtype
 
+SIZES = (  # fields of the same name and meaning in HF's config and Megatron's
+    "linear_conv_kernel_dim",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+)
 ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "relu": F.relu}
 
 
@@ -32,13 +39,9 @@ class HostedDeltaNet(HostedModule):
             hidden_act=activation_name(config),
             rms_norm_eps=config.layernorm_epsilon,
             initializer_range=config.init_method_std,
-            linear_conv_kernel_dim=config.linear_conv_kernel_dim,
-            linear_key_head_dim=config.linear_key_head_dim,
-            linear_value_head_dim=config.linear_value_head_dim,
-            linear_num_key_heads=config.linear_num_key_heads,
-            linear_num_value_heads=config.linear_num_value_heads,
             num_hidden_layers=1,
             layer_types=["linear_attention"],
+            **{name: getattr(config, name) for name in SIZES},
         )
         return modeling.Qwen3NextGatedDeltaNet(hf, layer_idx=0)
 

@@ -39,7 +39,7 @@ def layer_spec(
     delta_net = getattr(model_config, "delta_net", "hosted")
     _check(transformer, delta_net)
     te = transformer.transformer_impl == "transformer_engine"
-    layers = get_gpt_decoder_layer_specs(
+    layers: Any = get_gpt_decoder_layer_specs(  # a list, whatever its annotation says
         transformer, te, normalization=transformer.normalization, qk_l2_norm=transformer.qk_l2_norm
     )
     pattern = get_linear_attention_pattern(transformer)
@@ -85,13 +85,11 @@ def _replaced(layer: ModuleSpec, attention: ModuleSpec, norm: Any, keys: dict[st
     Megatron's unfused layers save the input norm under the name it has when fused into linear_qkv, which a
     layer with a delta net does not have.
     """
-    kept = {
-        name: key
-        for name, key in layer.submodules.sharded_state_dict_keys_map.items()
-        if not name.startswith("input_layernorm")
-    }
+    submodules: Any = layer.submodules
+    names = submodules.sharded_state_dict_keys_map
+    kept = {name: key for name, key in names.items() if not name.startswith("input_layernorm")}
     submodules = replace(
-        layer.submodules,
+        submodules,
         self_attention=attention,
         input_layernorm=norm,
         sharded_state_dict_keys_map=kept | keys,
@@ -113,10 +111,9 @@ def _backend(te: bool) -> BackendSpecProvider:
 
 def _stage_layers(config: TransformerConfig, vp_stage: int | None) -> list[int]:
     """Global indices, from 0, of the decoder layers that this pipeline rank builds for `vp_stage`."""
-    if config.pipeline_model_parallel_layout is not None:
-        return config.pipeline_model_parallel_layout.get_layer_id_list(
-            layer_type=LayerType.decoder, vp_stage=vp_stage
-        )
+    layout: Any = config.pipeline_model_parallel_layout  # parsed by the config
+    if layout is not None:
+        return layout.get_layer_id_list(layer_type=LayerType.decoder, vp_stage=vp_stage)
     offset = get_transformer_layer_offset(config, vp_stage=vp_stage)
     return list(range(offset, offset + get_num_layers_to_build(config, vp_stage=vp_stage)))
 
