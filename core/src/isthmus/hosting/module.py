@@ -183,6 +183,6 @@ def _refuse_default_attention(hf_module: nn.Module) -> None:
         config = getattr(part, "config", None)
         if getattr(part, "is_causal", False) and getattr(config, "_attn_implementation", "") is None:
             raise ValueError(
-                f"{name or type(part).__name__}: its config has no _attn_implementation, and HF's default is not "
-                "causal without a mask. Set config._attn_implementation = 'sdpa' in build_hf_module"
+                f"{name or type(part).__name__}: its config has no _attn_implementation, and HF's default is "
+                "not causal without a mask. Set config._attn_implementation = 'sdpa' in build_hf_module"
             )
