@@ -1,4 +1,4 @@
-"""Tiny Megatron models and one training loop, for the tests of isthmus.cpu. Runs in workers; imports megatron late."""
+"""Tiny Megatron models and one training loop, run in workers by the tests of isthmus.cpu."""
 
 import functools
 from pathlib import Path
@@ -46,7 +46,26 @@ DELTA_NET = DENSE | {
     "linear_num_value_heads": 4,
 }
 LOCAL = DENSE | {"transformer_impl": "local"}
-MODELS = {"dense": DENSE, "moe": MOE, "delta_net": DELTA_NET, "local": LOCAL}
+LATENT = DENSE | {
+    "multi_latent_attention": True,
+    "num_query_groups": 4,
+    "add_qkv_bias": False,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_head_dim": 8,
+    "qk_pos_emb_head_dim": 4,
+    "v_head_dim": 8,
+    "rope_type": "rope",
+}
+LAYER_NORM = DENSE | {"normalization": "LayerNorm", "softmax_type": "learnable", "window_size": (5, 0)}
+MODELS = {
+    "dense": DENSE,
+    "moe": MOE,
+    "delta_net": DELTA_NET,
+    "latent": LATENT,
+    "layer_norm": LAYER_NORM,
+    "local": LOCAL,
+}
 
 
 def build(model: str, tp=1, pp=1, cp=1, ep=1, etp=None, **overrides):
@@ -58,14 +77,15 @@ def build(model: str, tp=1, pp=1, cp=1, ep=1, etp=None, **overrides):
     )
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
     parallel_state.initialize_model_parallel(
         tp, pp, context_parallel_size=cp, expert_model_parallel_size=ep, expert_tensor_parallel_size=etp
     )
     model_parallel_cuda_manual_seed(1)
-    config = TransformerConfig(
-        **MODELS[model] | overrides,
+    fields = MODELS[model] | overrides
+    config = (MLATransformerConfig if "multi_latent_attention" in fields else TransformerConfig)(
+        **fields,
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
         context_parallel_size=cp,
@@ -107,9 +127,8 @@ def wrap(model, **ddp):
 
 
 def train(model: str, start: str, end: str, sizes: dict, **overrides) -> dict:
-    """Two steps from the weights in `start` (made if it is empty) to those in `end`: losses and gradient norms."""
+    """Train from the weights in `start` (made if it is empty) to those in `end`: losses and norms."""
     from megatron.core import dist_checkpointing, parallel_state
-    from megatron.core.pipeline_parallel import get_forward_backward_func
 
     net = build(model, **sizes, **overrides)
     metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
@@ -119,26 +138,32 @@ def train(model: str, start: str, end: str, sizes: dict, **overrides) -> dict:
         scatter(net)
         dist_checkpointing.save(net.sharded_state_dict(metadata=metadata), start)
     wrapped, optimizer = wrap(net)
-    replicas = parallel_state.get_data_parallel_world_size()
-    losses, norms = [], []
-    for step in range(STEPS):
-        wrapped.zero_grad_buffer()
-        optimizer.zero_grad()
-        outputs = get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=microbatches(step),
-            model=wrapped,
-            num_microbatches=MICROBATCHES // replicas,
-            seq_length=SEQUENCE,
-            micro_batch_size=1,
-            forward_only=False,
-        )
-        total = torch.stack([o["loss"] for o in outputs]).sum() if outputs else torch.zeros(())
-        torch.distributed.all_reduce(total, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
-        losses.append(float(total) / (MICROBATCHES * SEQUENCE))
-        norms.append(float(optimizer.step()[1]))
+    losses, norms = zip(*(step(wrapped, optimizer, i) for i in range(STEPS)), strict=True)
     dist_checkpointing.save(net.sharded_state_dict(metadata=metadata), end)
     return {"losses": losses, "norms": norms, "reports": parallel_state.is_pipeline_last_stage()}
+
+
+def step(wrapped, optimizer, number: int) -> tuple[float, float]:
+    """One step on the batch of that number: mean loss (on the last stage) and gradient norm."""
+    from megatron.core import parallel_state
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    wrapped.zero_grad_buffer()
+    optimizer.zero_grad()
+    outputs = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=microbatches(number),
+        model=wrapped,
+        num_microbatches=MICROBATCHES // parallel_state.get_data_parallel_world_size(),
+        seq_length=SEQUENCE,
+        micro_batch_size=1,
+        forward_only=False,
+    )
+    total = torch.stack([o["loss"] for o in outputs]).sum() if outputs else torch.zeros(())
+    torch.distributed.all_reduce(
+        total, group=parallel_state.get_data_parallel_group(with_context_parallel=True)
+    )
+    return float(total) / (MICROBATCHES * SEQUENCE), float(optimizer.step()[1])
 
 
 def scatter(net) -> None:
@@ -164,7 +189,10 @@ def forward_step(data, model):
     from megatron.core import parallel_state
 
     row = next(data)[None]
-    cp_rank, cp_size = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
+    cp_rank, cp_size = (
+        parallel_state.get_context_parallel_rank(),
+        parallel_state.get_context_parallel_world_size(),
+    )
     here = zigzag(SEQUENCE, cp_rank, cp_size)
     tokens, labels = row[:, :-1][:, here], row[:, 1:][:, here]
     output = model(tokens, here[None], None, labels=labels)

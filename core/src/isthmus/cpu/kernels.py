@@ -1,7 +1,7 @@
 """Torch functions in the place of CUDA and Triton kernels: the delta net's three and DSA's Hadamard rotation.
 
 `B` batch, `S` tokens, `C` channels, `N` heads, `K` and `V` key and value sizes. Arithmetic is fp32. Packed
-sequences (B = 1, `cu_seqlens` their bounds) run one by one, so that nothing passes between them. No megatron here.
+sequences (B = 1, `cu_seqlens` their bounds) run one by one: nothing passes between them. No megatron here.
 """
 
 from collections.abc import Callable

@@ -76,11 +76,10 @@ class DuplicatedLinear(torch.nn.Module):
         self.config, self.skip_bias_add = config, skip_bias_add
         options: Any = {"dtype": config.params_dtype, "device": torch.cuda.current_device()}
         self.weight = torch.nn.Parameter(torch.empty(output_size, input_size, **options))
-        self.register_parameter(
-            "bias", torch.nn.Parameter(torch.zeros(output_size, **options)) if bias else None
-        )
+        self.bias: Any = torch.nn.Parameter(torch.zeros(output_size, **options)) if bias else None
         if config.perform_initialization:
-            with get_cuda_rng_tracker().fork(get_data_parallel_rng_tracker_name()):
+            tracker: Any = get_cuda_rng_tracker()
+            with tracker.fork(get_data_parallel_rng_tracker_name()):
                 init_method(self.weight)
         for parameter in self.parameters():
             marks: Any = parameter
@@ -104,12 +103,13 @@ class DuplicatedLinear(torch.nn.Module):
         pass
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None) -> dict:
+        tp_group: Any = parallel_state.get_tensor_model_parallel_group()
         return make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True),
             prefix,
             None,
             sharded_offsets,
-            tp_group=parallel_state.get_tensor_model_parallel_group(),
+            tp_group=tp_group,
             dp_cp_group=ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"],
         )
 

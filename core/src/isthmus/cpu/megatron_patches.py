@@ -104,8 +104,8 @@ def transformer_engine_slots() -> None:
     for name, cls in SLOTS.items():
         setattr(engine, name, cls)
     engine_provider.TESpecProvider = CPUSpecProvider
-    # The users of these names are imported now: specs made at import (hybrid_layer_specs:58) hold CPU classes,
-    # and names set to None without TE (attention:121, moe_layer:61, gpt_layer_specs:46) are bound below.
+    # The users of these names are imported now: specs made at import (hybrid_layer_specs:58) hold ours,
+    # and names that are None without TE (attention:121, moe_layer:61, gpt_layer_specs:46) are bound below.
     import megatron.core.models.gpt.experimental_attention_variant_module_specs as variants
     import megatron.core.models.gpt.gpt_layer_specs
     import megatron.core.models.hybrid.hybrid_layer_specs
@@ -147,7 +147,8 @@ def delta_net_kernels() -> None:
 
     common.HAVE_FLA = True
     common.l2norm = kernels.l2norm
-    for module in (common, gdn):
+    users: tuple[Any, ...] = (common, gdn)
+    for module in users:
         module.causal_conv1d = kernels.causal_conv1d
         module.chunk_gated_delta_rule = kernels.chunk_gated_delta_rule
 

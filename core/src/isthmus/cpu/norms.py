@@ -73,8 +73,7 @@ class Norm(torch.nn.Module):
             eps,
             config.layernorm_zero_centered_gamma,
         )
-        self.weight, bias = norm_parameters(config, hidden_size)
-        self.register_parameter("bias", bias)
+        self.weight, self.bias = norm_parameters(config, hidden_size)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return normalize(

@@ -22,7 +22,7 @@ def load() -> None:
         import megatron.core.models.gpt
         import megatron.core.optimizer
         import megatron.core.pipeline_parallel
-        import megatron.training.models.gpt
+        import megatron.training.models.gpt  # noqa: F401
         import torch._dynamo  # imported by the first optimizer otherwise
         import torch.distributed.checkpoint  # noqa: F401
 

@@ -55,9 +55,9 @@ class CPUSpecProvider(BackendSpecProvider):
     def grouped_mlp_modules(self, moe_use_grouped_gemm: bool) -> Any:
         """experts.linear_fc1.weight{i} if grouped, experts.local_experts.{i}.linear_fc1.weight if not."""
         if moe_use_grouped_gemm:
-            grouped = GroupedMLPSubmodules(
-                linear_fc1=ColumnGroupedLinear, linear_fc2=RowGroupedLinear, activation_func=None
-            )
+            fc1: Any = ColumnGroupedLinear
+            fc2: Any = RowGroupedLinear
+            grouped = GroupedMLPSubmodules(linear_fc1=fc1, linear_fc2=fc2, activation_func=None)
             return functools.partial(TEGroupedMLP, submodules=grouped)
         one_by_one = MLPSubmodules(linear_fc1=ColumnLinear, linear_fc2=RowLinear, activation_func=None)
         return functools.partial(SequentialMLP, submodules=one_by_one)

@@ -99,7 +99,7 @@ def cuda_generator() -> None:
 
 def _is_cuda(device: Any) -> bool:
     return (isinstance(device, str) and device.startswith("cuda")) or (
-        isinstance(device, torch.device) and device.type == "cuda"
+        isinstance(device, torch.device) and torch.device(device).type == "cuda"
     )
 
 

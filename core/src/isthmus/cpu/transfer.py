@@ -29,14 +29,14 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What a worker that raised answers: the traceback, and the exception itself where it can be pickled."""
+    """What a worker that raised answers: the traceback, and the exception if it can be pickled."""
 
     traceback: str
     exception: bytes | None
 
     @classmethod
     def of(cls, error: BaseException) -> "Failure":
-        """The error as the parent can read it, whatever its type; the traceback begins at the user's function."""
+        """The error as the parent can read it; the traceback begins at the user's function."""
         here, trace = Path(__file__).parent / "worker.py", error.__traceback__
         while (
             trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename == str(here)
@@ -54,8 +54,8 @@ class Failure:
 class _Pickler(pickle.Pickler):
     """Tensors go by value, and only what they show of their storage.
 
-    megatron.core.safe_globals makes pickled tensors name a function of its own, so that reading them would import
-    megatron in the parent.
+    megatron.core.safe_globals has pickled tensors name a function of its own: reading them imports megatron
+    in the parent.
     """
 
     def reducer_override(self, obj: Any) -> Any:
@@ -75,7 +75,7 @@ def _tensor(saved: bytes) -> Any:
 
 
 def dumps(result: Any) -> bytes:
-    """Pickle a worker's result; `pickle.loads` reads it without megatron, and without torch if it holds no tensor."""
+    """Pickle a worker's result; `pickle.loads` reads it without megatron."""
     file = io.BytesIO()
     _Pickler(file).dump(result)
     return file.getvalue()
