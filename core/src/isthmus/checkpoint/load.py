@@ -3,14 +3,16 @@
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
 
+from isthmus.checkpoint.collector import collector_paused
 from isthmus.checkpoint.place import Place
 from isthmus.checkpoint.reader import CheckpointReader, TensorInfo
 from isthmus.names import LiveTensor, live_tensors, unwrapped
-from isthmus.weights import Bound, HFTensor, Rule, Run, WeightMap, collapse
+from isthmus.weights import Bound, Coverage, HFTensor, Rule, Run, WeightMap, collapse
 
 
 @dataclass(slots=True)
@@ -26,6 +28,7 @@ class LoadReport:
     shared: dict[str, str] = field(default_factory=dict)  # name -> the tensor that has the same content
 
 
+@collector_paused()
 def load(
     chunks: Sequence[nn.Module],
     weights: WeightMap,
@@ -39,7 +42,7 @@ def load(
     """
     place = Place.of(unwrapped(chunks[0]))
     held = list(live_tensors(chunks))
-    check(held, weights, reader, place)
+    coverage = check(held, weights, reader, place)
 
     order = {name: position for position, name in enumerate(reader.tensors)}
     pairs = sorted(
@@ -55,7 +58,6 @@ def load(
             copy(bound, live.tensor)
             advance(reader.bytes_read - before)
 
-    coverage = weights.cover(reader.tensors)
     return LoadReport(
         parameters=len(held),
         hf_tensors=len(coverage.loaded),
@@ -115,9 +117,10 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.contiguous().view(integers), b.contiguous().view(integers))
 
 
-def check(held: Sequence[LiveTensor], weights: WeightMap, reader: CheckpointReader, place: Place) -> None:
-    """ValueError with every reason why the checkpoint cannot fill the tensors `held`."""
-    problems = weights.cover(reader.tensors).problems()
+def check(held: Sequence[LiveTensor], weights: WeightMap, reader: CheckpointReader, place: Place) -> Coverage:
+    """What becomes of the checkpoint's tensors; ValueError lists why they cannot fill the tensors `held`."""
+    coverage = weights.cover(reader.tensors)
+    problems = coverage.problems()
     unmapped = [live.canonical for live in held if live.canonical not in weights.megatron]
     if unmapped:
         problems.append(
@@ -126,6 +129,7 @@ def check(held: Sequence[LiveTensor], weights: WeightMap, reader: CheckpointRead
     wanted = main_dtype(reader.tensors.values())
     shapes: dict[str, list[str]] = {}
     rounded: dict[str, list[str]] = {}
+    right: set[tuple[Any, ...]] = set()  # experts are alike: one of a kind is looked at
     for live in held:
         bound = weights.megatron.get(live.canonical)
         if bound is None:
@@ -136,6 +140,9 @@ def check(held: Sequence[LiveTensor], weights: WeightMap, reader: CheckpointRead
             if info is None:
                 continue
             found = info.shape if hf.index is None else info.shape[1:]
+            kind = (id(bound.rule), number, live.tensor.shape, live.tensor.dtype, found, info.dtype)
+            if kind in right:
+                continue
             try:
                 expected = hf_shape(bound.rule, number, tuple(live.tensor.shape), size)
                 bound.rule.runs(live.tensor.size(bound.rule.dim or 0) if live.tensor.dim() else 1, rank, size)
@@ -144,13 +151,16 @@ def check(held: Sequence[LiveTensor], weights: WeightMap, reader: CheckpointRead
                 continue
             if expected != found:
                 shapes.setdefault(f"is {found}, the model's config makes it {expected}", []).append(hf.name)
-            if rounds(info.dtype, live.tensor.dtype) and info.dtype != wanted:
-                kinds = f"source is {_plain(info.dtype)}, parameter is {_plain(live.tensor.dtype)}"
-                rounded.setdefault(f"{kinds}, and no rule allows the rounding", []).append(live.canonical)
+            elif rounds(info.dtype, live.tensor.dtype) and info.dtype != wanted:
+                dtypes = f"source is {_plain(info.dtype)}, parameter is {_plain(live.tensor.dtype)}"
+                rounded.setdefault(f"{dtypes}, and no rule allows the rounding", []).append(live.canonical)
+            else:
+                right.add(kind)
     for found_problems in (shapes, rounded):
         problems += [f"{', '.join(collapse(names))}: {what}" for what, names in found_problems.items()]
     if problems:
         raise ValueError(f"cannot load {reader.folder}:\n  " + "\n  ".join(dict.fromkeys(problems)))
+    return coverage
 
 
 def hf_shape(rule: Rule, source: int, local: tuple[int, ...], size: int) -> tuple[int, ...]:

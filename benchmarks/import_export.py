@@ -1,0 +1,131 @@
+"""Import and export against the plainest code that moves the same bytes; each function runs on every rank."""
+
+import gc
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from isthmus import AutoBridge
+from isthmus.layout import Layout
+from measure import evict, in_turn, peak_memory
+
+CHUNK = 16 << 20  # bytes that the plain read asks for at a time
+
+
+def import_warm(folder: str, layout: dict[str, int], repeats: int) -> dict[str, Any]:
+    """Files in the page cache: the whole import against `get_tensor` and `copy_` into tensors that exist."""
+    model = _model(folder, layout)
+    files = _files(folder)
+    targets = {}
+    for path in files:
+        with safe_open(path, "pt") as file:
+            targets[path] = {name: file.get_tensor(name).clone() for name in file.keys()}
+
+    def plain() -> None:
+        for path, tensors in targets.items():
+            with safe_open(path, "pt") as file:
+                for name, target in tensors.items():
+                    target.copy_(file.get_tensor(name))
+
+    return in_turn({"reference": plain, "isthmus": lambda: _load(folder, model)}, repeats, gc.collect)
+
+
+def import_cold(folder: str, layout: dict[str, int], repeats: int) -> dict[str, Any]:
+    """Files out of the page cache: the whole import against reading them from first to last byte."""
+    model = _model(folder, layout)
+    files = _files(folder)
+    buffer = bytearray(CHUNK)
+
+    def plain() -> None:
+        for path in files:
+            with path.open("rb", buffering=0) as file:
+                while file.readinto(buffer):
+                    pass
+
+    def cold() -> None:
+        gc.collect()
+        evict(files)
+
+    return in_turn({"reference": plain, "isthmus": lambda: _load(folder, model)}, repeats, cold)
+
+
+def export(folder: str, layout: dict[str, int], repeats: int, out: str) -> dict[str, Any]:
+    """`save_hf_pretrained` on all ranks against `save_file` of all tensors, in memory, on the first rank.
+
+    Neither waits for the disk. The time is that of the slowest rank.
+    """
+    bridge = AutoBridge.from_hf_pretrained(folder)
+    model = _model(folder, layout)
+    bridge.load_hf_weights(model)
+    target = Path(out)
+    first = dist.get_rank() == 0
+    tensors = {}
+    for name, tensor in bridge.export_hf_weights(model):
+        if first:
+            tensors[name] = tensor.clone()
+
+    def plain() -> None:
+        if first:
+            target.mkdir()
+            save_file(tensors, target / "model.safetensors", {"format": "pt"})
+        dist.barrier()
+
+    def isthmus() -> None:
+        bridge.save_hf_pretrained(model, target)
+        dist.barrier()
+
+    def clean() -> None:
+        if first:
+            shutil.rmtree(target, ignore_errors=True)
+        dist.barrier()
+
+    seconds = in_turn({"reference": plain, "isthmus": isthmus}, repeats, clean)
+    clean()
+    return seconds
+
+
+def memory(folder: str, layout: dict[str, int], out: str) -> dict[str, Any]:
+    """This rank's bytes read and its peaks of memory above the built model, import and export."""
+    model = _model(folder, layout)
+    bridge = AutoBridge.from_hf_pretrained(folder)
+    gc.collect()
+    with peak_memory() as during_import:
+        report = bridge.load_hf_weights(model)
+    with peak_memory() as during_export:
+        bridge.save_hf_pretrained(model, out)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(out)
+    tensors = bridge.reader.tensors.values()
+    return {
+        "checkpoint": sum(tensor.nbytes for tensor in tensors),
+        "largest": max(tensor.nbytes for tensor in tensors),
+        "model": sum(parameter.nbytes for chunk in model for parameter in chunk.parameters()),
+        "read": report.bytes_read,
+        "import": during_import.nbytes,
+        "export": during_export.nbytes,
+    }
+
+
+def _model(folder: str, layout: dict[str, int]) -> Any:
+    sizes = Layout(**layout).resolved()
+    sizes.initialize()
+    bridge = AutoBridge.from_hf_pretrained(folder)
+    return bridge.build_model(bridge.get_model_config(**sizes.config_overrides()))
+
+
+def _load(folder: str, model: Any) -> None:
+    """All of an import into a built model, headers included."""
+    bridge = AutoBridge.from_hf_pretrained(folder)
+    bridge.load_hf_weights(model)
+    bridge.reader.close()
+
+
+def _files(folder: str) -> list[Path]:
+    return sorted(Path(folder).glob("*.safetensors"))
