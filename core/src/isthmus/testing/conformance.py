@@ -1,0 +1,294 @@
+"""What every family must pass: subclass `FamilyTests` in the family's tests and name the family.
+
+    class TestQwen3Next(FamilyTests):
+        family = FAMILY
+        published = (PUBLISHED,)
+
+All of it runs on a CPU, from tiny checkpoints that are written here. A tiny checkpoint goes through Megatron
+once for each case; several tests look at the same trip.
+"""
+
+import filecmp
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from isthmus.checkpoint.compare import compare
+from isthmus.checkpoint.reader import CheckpointReader
+from isthmus.config import HFConfig
+from isthmus.cpu import launch
+from isthmus.family import Family
+from isthmus.hosting.torch_functions import import_modeling
+from isthmus.layout import Layout
+from isthmus.testing import reference
+from isthmus.testing.tiny import published_shapes, write_tiny
+from isthmus.testing.trip import Case, LiveParameter, Trip, go
+from isthmus.testing.variant import Variant
+from isthmus.weights import WeightMap, collapse
+
+# The default variant goes through each of these, where the family supports it.
+LAYOUTS = (
+    Layout(),
+    Layout(tp=2),
+    Layout(tp=4),
+    Layout(pp=2),
+    Layout(ep=2, dp=2),
+    Layout(tp=2, etp=2),
+    Layout(tp=2, pp=2, ep=2),
+    Layout(pp=2, vp=2),
+)
+# Every variant goes through these two: one divides all tensors, the other all layers.
+DIVIDED, STAGED = Layout(tp=2, ep=2), Layout(pp=2)
+TIMEOUT = 120.0  # seconds for one trip, of which a loaded machine with one core needs 10
+
+type Trips = Callable[[Case], tuple[Path, list[Trip]]]
+
+# Megatron's other ways to build the same model, by name: fields of the model config.
+BUILDS: Mapping[str, Mapping[str, Any]] = {
+    "local": {"transformer_impl": "local"},
+    "sequential": {"moe_grouped_gemm": False},
+}
+
+
+class FamilyTests:
+    """The tests of a family; a subclass gives `family` and `published`, and may add to the rest."""
+
+    family: ClassVar[Family]
+    published: ClassVar[tuple[Mapping[str, Any], ...]]
+    """config.json of released checkpoints."""
+    builds: ClassVar[Mapping[str, Mapping[str, Any]]] = BUILDS
+    """Ways to build, by name: each goes through a layout that divides tensors, and one with two stages."""
+    reloaded: ClassVar[tuple[str, ...]] = ("default", "tied", "fused_experts", "fp32_a_log")
+    """Variants whose export is loaded by transformers."""
+
+    @classmethod
+    def cases(cls) -> dict[str, Case]:
+        """All trips to make, by test id."""
+        cases = [Case("default", layout, {}) for layout in LAYOUTS]
+        cases.append(Case("default", Layout(dp=2), {}, ddp=True))
+        for name in cls.variants():
+            cases += [Case(name, DIVIDED, {}), Case(name, STAGED, {})]
+        for overrides in cls.builds.values():
+            cases += [Case("default", DIVIDED, overrides), Case("default", STAGED, overrides)]
+        found = {}
+        for case in cases:
+            layout = case.layout.resolved()
+            if layout.unsupported(cls.family.axes):
+                continue
+            case = replace(case, layout=_uneven(layout, cls.variants()[case.variant]))
+            found[_name(case, cls.builds)] = case
+        return found
+
+    @classmethod
+    def variants(cls) -> Mapping[str, Variant]:
+        """The family's tiny variants."""
+        assert cls.family.tiny is not None, f"family {cls.family.name} has no tiny checkpoints"
+        return cls.family.tiny.variants
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        """Fill in `case`, `reload_case`, `variant` and `config`."""
+        cases = self.cases()
+        values: dict[str, Mapping[str, Any]] = {
+            "case": cases,
+            "reload_case": {
+                name: case
+                for name, case in cases.items()
+                if case.variant in self.reloaded and case == Case(case.variant, DIVIDED.resolved(), {})
+            },
+            "variant": {name: name for name in self.variants()},
+            "config": {str(number): config for number, config in enumerate(self.published)},
+        }
+        for name in values.keys() & set(metafunc.fixturenames):
+            metafunc.parametrize(name, values[name].values(), ids=values[name].keys())
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def checkpoint(cls, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+        """The folder of a tiny variant, written once."""
+        root = tmp_path_factory.mktemp(cls.family.name)
+
+        def folder(variant: str) -> Path:
+            if not (root / variant).exists():
+                write_tiny(cls.family, root / variant, variant)
+            return root / variant
+
+        return folder
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def trips(
+        cls, checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+    ) -> Callable[[Case], tuple[Path, list[Trip]]]:
+        """The folder that a case's trip wrote, and each rank's account; made once."""
+        root, made = tmp_path_factory.mktemp("exported"), {}
+
+        def trip(case: Case) -> tuple[Path, list[Trip]]:
+            target = root / _name(case, cls.builds)
+            if target not in made:
+                source, ranks = checkpoint(case.variant), case.layout.world_size
+                made[target] = launch.run(ranks, go, source, target, case, timeout=TIMEOUT)
+            return target, made[target]
+
+        return trip
+
+    def weights(self, config: Mapping[str, Any], names: frozenset[str]) -> WeightMap:
+        """The family's map, without any model."""
+        hf = HFConfig(config)
+        fields = self.family.model_config(hf, names)
+        return self.family.weights(HFConfig(config), names, SimpleNamespace(**fields))
+
+    # Names
+
+    def test_every_tensor_of_a_variant_has_a_rule(
+        self, variant: str, checkpoint: Callable[[str], Path]
+    ) -> None:
+        with CheckpointReader(checkpoint(variant)) as reader:
+            names = frozenset(reader.tensors)
+        coverage = self.weights(self.variants()[variant].config, names).cover(names)
+        assert coverage.problems() == []
+        assert coverage.loaded == names, "a tiny checkpoint holds nothing that Megatron leaves out"
+
+    def test_every_tensor_of_the_published_checkpoint_has_a_rule(self, config: Mapping[str, Any]) -> None:
+        for mtp in (True, False):
+            shapes = self._shapes(Variant(config, mtp=mtp))
+            coverage = self.weights(config, frozenset(shapes)).cover(shapes)
+            assert coverage.problems() == []
+            assert coverage.loaded == shapes.keys()
+
+    @pytest.mark.parametrize("size", [1, 2, 4, 8])
+    def test_every_row_of_the_published_checkpoint_goes_to_one_place(
+        self, config: Mapping[str, Any], size: int
+    ) -> None:
+        shapes = self._shapes(Variant(config))
+        weights = self.weights(config, frozenset(shapes))
+        for bound in {id(bound.rule): bound for bound in weights.megatron.values()}.values():
+            rule, dim = bound.rule, bound.rule.dim
+            if dim is None:
+                continue
+            taken = [torch.zeros(shapes[hf.name][dim], dtype=torch.int64) for hf in bound.hf]
+            total = sum(map(len, taken))
+            local = -(-total // size)
+            held = 0
+            for rank in range(size):
+                for run in rule.runs(local, rank, size):
+                    taken[run.source][run.hf_start : run.hf_start + run.length] += 1
+                    held += run.length
+            assert all(bool((rows == 1).all()) for rows in taken), rule.megatron
+            assert held == total, rule.megatron
+
+    def test_published_names_and_shapes_are_those_of_transformers(self, config: Mapping[str, Any]) -> None:
+        kind = config["model_type"]
+        modeling = import_modeling(f"transformers.models.{kind}.modeling_{kind}")
+        model_class = getattr(modeling, config["architectures"][0])
+        with torch.device("meta"):
+            model = model_class(model_class.config_class.from_dict(dict(config)))
+        found = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+        stacked = any(name.endswith(".experts.gate_up_proj") for name in found)
+        assert found == self._shapes(Variant(config, mtp=False, fused_experts=stacked))
+
+    def _shapes(self, variant: Variant) -> dict[str, tuple[int, ...]]:
+        assert self.family.tiny is not None
+        return published_shapes(self.family.tiny, variant)
+
+    # Through Megatron and back
+
+    def test_round_trip_is_bitwise(self, case: Case, trips: Trips, checkpoint: Callable[[str], Path]) -> None:
+        source, (exported, _) = checkpoint(case.variant), trips(case)
+        with CheckpointReader(source) as before, CheckpointReader(exported) as after:
+            result = compare(before, after)
+            assert not result.missing, collapse(result.missing)
+            assert not result.added, collapse(result.added)
+            assert not result.differing
+            assert result.equal == len(before.tensors)
+        sides = sorted(path.name for path in source.iterdir() if ".safetensors" not in path.name)
+        assert sides == sorted(path.name for path in exported.iterdir() if ".safetensors" not in path.name)
+        assert filecmp.cmpfiles(source, exported, sides, shallow=False)[0] == sides
+
+    def test_live_parameters_agree_with_their_rules(self, case: Case, trips: Trips) -> None:
+        problems = []
+        for rank, account in enumerate(trips(case)[1]):
+            assert account.moved == [], "DDP and the optimizer keep views of the storage that was there"
+            problems += [
+                f"rank {rank}: {parameter.canonical} {what}"
+                for parameter in account.parameters
+                for what in _disagreements(parameter, case.layout)
+            ]
+        assert problems == []
+
+    def test_no_parameter_is_narrower_than_its_source(self, case: Case, trips: Trips) -> None:
+        narrow = {
+            p.canonical: (p.source, p.built, p.loaded)
+            for account in trips(case)[1]
+            for p in account.parameters
+            if not p.kept
+        }
+        assert narrow == {}
+
+    def test_no_rank_reads_more_than_it_holds(
+        self, case: Case, trips: Trips, checkpoint: Callable[[str], Path]
+    ) -> None:
+        with CheckpointReader(checkpoint(case.variant)) as reader:
+            # A tied head that the files repeat is read too, to be compared.
+            head = reader.tensors.get("lm_head.weight")
+        tied = self.variants()[case.variant].config["tie_word_embeddings"]
+        repeated = head.nbytes if head and tied else 0
+        for account in trips(case)[1]:
+            held = sum(parameter.source_bytes for parameter in account.parameters)
+            assert 0 < account.bytes_read <= held + repeated
+
+    # What transformers makes of it
+
+    def test_transformers_loads_the_export(
+        self, reload_case: Case, trips: Trips, checkpoint: Callable[[str], Path]
+    ) -> None:
+        source, (exported, _) = checkpoint(reload_case.variant), trips(reload_case)
+        model = reference.load(exported, torch.float32).hf
+        _, info = type(model).from_pretrained(exported, output_loading_info=True)
+        strange = {key for key in info["unexpected_keys"] if not key.startswith("mtp.")}
+        assert not strange | info["missing_keys"] | info["mismatched_keys"]
+        tokens = torch.arange(2, 42)[None]
+        with torch.no_grad():
+            expected = reference.load(source, torch.float32).hf(tokens).logits
+            assert torch.equal(model(tokens).logits, expected)
+
+
+def _disagreements(p: LiveParameter, layout: Layout) -> Iterator[str]:
+    """What Megatron's marks on a live parameter say otherwise than its rule."""
+    if p.rule is None:
+        yield "has no rule"
+    if p.rule_dim is None and p.divided:
+        yield f"is divided along {p.partition_dim} in Megatron, whole in the rule"
+    if p.rule_dim is not None and p.ranks > 1 and not p.divided:
+        yield f"is divided along {p.rule_dim} in the rule, whole in Megatron"
+    if p.rule_dim is not None and p.divided and p.partition_dim != p.rule_dim:
+        yield f"is divided along {p.partition_dim} in Megatron, {p.rule_dim} in the rule"
+    if p.partition_stride > 1 and p.partition_stride != p.rule_parts:
+        yield f"has {p.partition_stride} strides in Megatron, {p.rule_parts} parts in the rule"
+    # Experts' gradients have a group of their own where experts are divided otherwise than the rest.
+    own_group = p.rule_expert and (layout.ep > 1 or layout.etp != layout.tp)
+    if p.allreduce == own_group:
+        yield f"has allreduce {p.allreduce} under tp={layout.tp} ep={layout.ep} etp={layout.etp}"
+
+
+def _uneven(layout: Layout, variant: Variant) -> Layout:
+    """The layout, with a pipeline layout of its own where the variant's layers do not divide evenly."""
+    layers, stages = variant.config["num_hidden_layers"], layout.pp * layout.vp
+    if layers % stages == 0:
+        return layout
+    counts = [layers // stages + (stage < layers % stages) for stage in range(stages)]
+    decoder = "|".join("t" * count for count in counts)
+    return replace(layout, pipeline_layout=f"E{decoder}{'m' if variant.mtp else ''}L")
+
+
+def _name(case: Case, builds: Mapping[str, Mapping[str, Any]]) -> str:
+    """`tied-tp2-ep2`, `default-pp2-local`: the test id of a case."""
+    sizes = {k: v for k, v in case.layout.as_dict().items() if k not in ("sp", "pipeline_layout") and v > 1}
+    words = [case.variant, *(f"{axis}{size}" for axis, size in sizes.items())]
+    words += ["uneven"] if case.layout.pipeline_layout else []
+    words += [name for name, overrides in builds.items() if overrides == case.overrides]
+    return "-".join(words + ["ddp"] * case.ddp)
