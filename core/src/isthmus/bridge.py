@@ -36,6 +36,7 @@ class AutoBridge:
         self.family = family
         self.hf_config = hf_config
         self.folder = folder
+        self.choices: dict[str, Any] = {}  # config fields that another than the checkpoint decides
 
     @classmethod
     def from_hf_pretrained(
@@ -56,6 +57,26 @@ class AutoBridge:
         raw = dict(config) if isinstance(config, Mapping) else config.to_dict()
         hf_config = HFConfig(raw)
         return cls(registry.family(hf_config.model_type), hf_config)
+
+    @classmethod
+    def from_megatron(cls, megatron_dir: str | Path, hf: str | Path | None = None) -> "AutoBridge":
+        """Bind to the checkpoint that a Megatron folder was imported from: as it remembers it, or at `hf`.
+
+        Without `hf` names, dtypes, config and side files are known, the source's data is not. ValueError
+        where the folder was not made by an import.
+        """
+        from isthmus.checkpoint.manifest import load_manifest
+        from isthmus.checkpoint.megatron_folder import HF, recorded_choices
+
+        if hf is not None:
+            bridge = cls.from_hf_pretrained(hf)
+        else:
+            manifest = load_manifest(megatron_dir)
+            config = HFConfig.from_text(manifest.config_text)
+            bridge = cls(registry.family(config.model_type), config, folder=Path(megatron_dir) / HF)
+            bridge.config_text, bridge.reader = manifest.config_text, manifest
+        bridge.choices = recorded_choices(megatron_dir)
+        return bridge
 
     @cached_property
     def config_text(self) -> str:
@@ -118,7 +139,7 @@ class AutoBridge:
 
     def _fields(self, overrides: Mapping[str, Any]) -> dict[str, Any]:
         """The checkpoint's fields under `overrides`, and what follows from those."""
-        fields = {**self.megatron_fields, **overrides}
+        fields = {**self.megatron_fields, **self.choices, **overrides}
         if "params_dtype" not in fields and self.folder is not None:
             fields["params_dtype"] = main_dtype(self.reader.tensors.values())
         if "params_dtype" in fields:
@@ -252,6 +273,56 @@ class AutoBridge:
             passthrough=passthrough,
             advance=advance,
         )
+
+    def import_ckpt(
+        self,
+        megatron_dir: str | Path,
+        model: Sequence[nn.Module] | None = None,
+        *,
+        overwrite: bool = False,
+        advance: Callable[[int], None] = lambda n: None,
+    ) -> Any:
+        """Write a torch_dist checkpoint that `megatron.training --load` starts from; returns a `LoadReport`.
+
+        Collective; atomic. Loads the weights into `model`, or into one built for Megatron's process groups.
+        """
+        from isthmus.checkpoint.torch_dist import write
+
+        self.reader  # noqa: B018 - no weights is an error before a model is built
+        chunks = self._built(model, {})
+
+        def fill() -> Any:
+            return self.load_hf_weights(chunks, advance=advance)
+
+        return write(self, chunks, Path(megatron_dir), fill, overwrite=overwrite)
+
+    def export_ckpt(
+        self,
+        megatron_dir: str | Path,
+        out_dir: str | Path,
+        *,
+        model: Sequence[nn.Module] | None = None,
+        **save_options: Any,
+    ) -> None:
+        """Write an HF folder from a Megatron folder's newest checkpoint, saved at any layout. Collective.
+
+        `save_options` are those of `save_hf_pretrained`. ValueError where tensors are to be passed through
+        and this bridge knows them from the Megatron folder only, which does not hold them.
+        """
+        from isthmus.checkpoint.torch_dist import check_export, found_fields, read
+
+        chunks = self._built(model, found_fields(megatron_dir) if model is None else {})
+        coverage = self.weight_map(model_config_of(chunks)).cover(self.keys)
+        check_export(self, coverage, Path(out_dir), save_options)
+        read(chunks, Path(megatron_dir))
+        self.save_hf_pretrained(chunks, out_dir, **save_options)
+
+    def _built(self, model: Sequence[nn.Module] | None, fields: Mapping[str, Any]) -> list[nn.Module]:
+        """The chunks given, or new ones for Megatron's process groups as they are initialised."""
+        if model is not None:
+            return list(model)
+        layout = Layout.current()
+        return self.build_model(self.get_model_config(**layout.config_overrides(), **fields))
 
     def _plan(self, model: Sequence[nn.Module], dtype: torch.dtype | str) -> Any:
         from isthmus.checkpoint.export import plan

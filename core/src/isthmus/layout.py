@@ -43,6 +43,25 @@ class Layout:
             pipeline_layout=fields.get("pipeline_model_parallel_layout"),
         )
 
+    @classmethod
+    def current(cls) -> "Layout":
+        """The layout of Megatron's process groups. ValueError where they are not initialised."""
+        from megatron.core import parallel_state
+
+        if not parallel_state.is_initialized():
+            raise ValueError(
+                "Megatron's process groups are not initialised. Try: Layout(tp=..., pp=...).initialize()"
+            )
+        return cls(
+            tp=parallel_state.get_tensor_model_parallel_world_size(),
+            pp=parallel_state.get_pipeline_model_parallel_world_size(),
+            vp=parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
+            ep=parallel_state.get_expert_model_parallel_world_size(),
+            etp=parallel_state.get_expert_tensor_parallel_world_size(),
+            cp=parallel_state.get_context_parallel_world_size(),
+            dp=parallel_state.get_data_parallel_world_size(),
+        )
+
     def unsupported(self, axes: frozenset[str]) -> list[str]:
         """The kinds of parallelism used here and not among a family's `axes`, one line each."""
         used = {name: getattr(self, name) for name in _SIZES if getattr(self, name) > 1}

@@ -82,14 +82,16 @@ class Staging:
             )
 
 
-def carry_side_files(source: str | Path, staging: Staging) -> list[str]:
+def carry_side_files(source: str | Path, staging: Staging, into: str = "") -> list[str]:
     """Copies everything of a checkpoint that is not weights, sub-folders included; returns the names.
+
+    They go into the staging folder, or its sub-folder `into`.
 
     config.json is left to the caller. Hidden folders and __pycache__ are caches, not part of a checkpoint.
     """
     carried = []
     for name in _side_files(Path(source), "", {staging.path, staging.target}):
-        destination = staging.path / name
+        destination = staging.path / into / name
         destination.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(Path(source) / name, destination)
         carried.append(name)

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isthmus.cli import layout_options, model, output, workers
+from isthmus.cli.progress import progress
 
 if TYPE_CHECKING:
     from isthmus.bridge import AutoBridge
@@ -27,6 +28,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="source",
         help="dtype of the tensors written (default: source, each as in HF_DIR)",
     )
+    parser.add_argument(
+        "--passthrough",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="copy the tensors of HF_DIR that the model does not hold (default: yes)",
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace OUT_DIR if it is not empty")
     parser.add_argument(
         "--max-shard-size", metavar="SIZE", default="5GB", help="of one safetensors file (default: 5GB)"
@@ -37,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     """Export MEGATRON_DIR; OUT_DIR appears in one rename when everything is written."""
     layout = layout_options.layout(args)
     model.check(_bridge(args.megatron_dir, args.hf), layout)
-    options = {"dtype": args.dtype, "overwrite": args.overwrite, "max_shard_size": args.max_shard_size}
+    options = {name: getattr(args, name) for name in ("dtype", "passthrough", "overwrite", "max_shard_size")}
     ranks = workers.run(layout, on_rank, layout, args.megatron_dir, args.out_dir, args.hf, options)
     output.console(args).print(
         f"{ranks[0]['model_type']}: {args.megatron_dir} exported to {args.out_dir}"
@@ -59,12 +66,16 @@ def on_rank(
     layout: "Layout", megatron_dir: Path, out_dir: Path, hf_dir: str | None, options: dict[str, Any]
 ) -> dict[str, Any]:
     """One rank's part of the export."""
+    from isthmus.checkpoint.torch_dist import found_fields
+
     watch = model.Stopwatch()
     bridge = _bridge(megatron_dir, hf_dir)
+    nbytes = sum(info.nbytes for info in bridge.reader.tensors.values())
     with watch("build"):
-        chunks = model.build(bridge, layout)
-    with watch("export"):
-        bridge.export_ckpt(megatron_dir, out_dir, model=chunks, **options)
+        fields = {**layout.config_overrides(), **found_fields(megatron_dir)}
+        chunks = bridge.build_model(bridge.get_model_config(**fields))
+    with watch("export"), progress("exporting", nbytes // layout.world_size) as advance:
+        bridge.export_ckpt(megatron_dir, out_dir, model=chunks, advance=advance, **options)
     return {
         "model_type": bridge.hf_config.model_type,
         "peak_rss_mb": model.peak_rss_mb(),
@@ -76,8 +87,4 @@ def _bridge(megatron_dir: Path, hf_dir: str | None) -> "AutoBridge":
     """Bound to the given checkpoint, else to the one that MEGATRON_DIR was imported from."""
     from isthmus.bridge import AutoBridge
 
-    return (
-        AutoBridge.from_megatron_ckpt(megatron_dir)
-        if hf_dir is None
-        else AutoBridge.from_hf_pretrained(hf_dir)
-    )
+    return AutoBridge.from_megatron(megatron_dir, hf_dir)

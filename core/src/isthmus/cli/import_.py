@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isthmus.cli import layout_options, model, output, workers
+from isthmus.cli.progress import progress
 
 if TYPE_CHECKING:
     from isthmus.layout import Layout
@@ -16,6 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("megatron_dir", metavar="MEGATRON_DIR", type=Path, help="folder to write")
     layout_options.add_layout_arguments(parser)
     model.add_dtype_argument(parser)
+    parser.add_argument("--overwrite", action="store_true", help="replace MEGATRON_DIR if it is not empty")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -24,12 +26,12 @@ def run(args: argparse.Namespace) -> int:
 
     layout = layout_options.layout(args)
     model.check(AutoBridge.from_hf_pretrained(args.hf_dir), layout)
-    ranks = workers.run(layout, on_rank, layout, args.hf_dir, args.megatron_dir, args.dtype)
+    ranks = workers.run(layout, on_rank, layout, args.hf_dir, args.megatron_dir, args.dtype, args.overwrite)
     report = ranks[0]["report"]
     output.console(args).print(
         f"{ranks[0]['model_type']}: {report.hf_tensors} tensors loaded on {layout.world_size} ranks,"
-        f" {len(report.passed_through)} left to an export to copy, {len(report.dropped)} dropped;"
-        f" written to {args.megatron_dir}"
+        f" {len(report.passed_through)} left to an export to copy, {len(report.dropped)} dropped\n"
+        f"start a run with: $(cat {args.megatron_dir}/megatron_args.txt) --load {args.megatron_dir}"
     )
     document = {
         "model_type": ranks[0]["model_type"],
@@ -47,7 +49,9 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def on_rank(layout: "Layout", hf_dir: str, megatron_dir: Path, dtype: str | None) -> dict[str, Any]:
+def on_rank(
+    layout: "Layout", hf_dir: str, megatron_dir: Path, dtype: str | None, overwrite: bool
+) -> dict[str, Any]:
     """One rank's part of the import."""
     from isthmus.bridge import AutoBridge
 
@@ -55,8 +59,11 @@ def on_rank(layout: "Layout", hf_dir: str, megatron_dir: Path, dtype: str | None
     bridge = AutoBridge.from_hf_pretrained(hf_dir)
     with watch("build"):
         chunks = model.build(bridge, layout, dtype)
-    with watch("import"):
-        report = bridge.import_ckpt(megatron_dir, chunks)
+    nbytes = sum(
+        parameter.numel() * parameter.element_size() for chunk in chunks for parameter in chunk.parameters()
+    )
+    with watch("import"), progress("importing", nbytes) as advance:
+        report = bridge.import_ckpt(megatron_dir, chunks, overwrite=overwrite, advance=advance)
     return {
         "model_type": bridge.hf_config.model_type,
         "report": report,

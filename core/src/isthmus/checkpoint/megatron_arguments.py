@@ -1,0 +1,91 @@
+"""A model as arguments of Megatron's own training script, so that an import starts a run as it is."""
+
+import argparse
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+# Config fields whose argument has another name.
+RENAMED = {"num_moe_experts": "num_experts", "seq_length": "max_position_embeddings"}
+# Config fields that a training script sets from other arguments, or whose value follows from them.
+IMPLIED = frozenset(
+    {
+        "params_dtype",
+        "pipeline_dtype",
+        "bf16",
+        "fp16",
+        "should_pad_vocab",
+        "gated_linear_unit",
+        "activation_func",
+    }
+    | {"share_embeddings_and_output_weights", "hetereogenous_dist_checkpoint", "transformer_impl"}
+)
+
+
+def arguments(fields: Mapping[str, Any], spec: Any = None) -> list[str]:
+    """Arguments that make Megatron's training script build a model of these config `fields`.
+
+    Parallel sizes, data, optimizer and sequence length are left to the run. `spec` is the layer spec's
+    function, for `--spec`. ValueError lists fields that no argument can express.
+    """
+    actions = _actions()
+    found = _implied(fields)
+    if spec is not None:
+        found += ["--spec", spec.__module__, spec.__name__]
+    unknown = []
+    for name, value in fields.items():
+        if name in IMPLIED:
+            continue
+        action = actions.get(RENAMED.get(name, name))
+        if action is None:
+            unknown.append(f"{name}={value!r}")
+        elif value != action.default:
+            found += _argument(action, value)
+    if unknown:
+        raise ValueError(f"Megatron's training script has no argument for {', '.join(unknown)}")
+    return found
+
+
+def namespace(words: list[str]) -> argparse.Namespace:
+    """The arguments `words` as Megatron's parser reads them: those alone, no default of another one."""
+    parser = _parser()
+    for action in parser._actions:
+        action.default = argparse.SUPPRESS
+    return parser.parse_args(words)
+
+
+def _implied(fields: Mapping[str, Any]) -> list[str]:
+    """Arguments that stand for several fields, or for a field turned round."""
+    found = []
+    if fields.get("params_dtype") in (torch.bfloat16, torch.float16):
+        found.append("--bf16" if fields["params_dtype"] == torch.bfloat16 else "--fp16")
+    if not fields.get("share_embeddings_and_output_weights"):
+        found.append("--untie-embeddings-and-output-weights")
+    if "num_query_groups" in fields:
+        found.append("--group-query-attention")
+    if fields.get("gated_linear_unit"):
+        if fields["activation_func"] is not functional.silu:
+            raise ValueError(
+                f"Megatron's training script has no argument for a gated {fields['activation_func']}"
+            )
+        found.append("--swiglu")
+    return found
+
+
+def _argument(action: argparse.Action, value: Any) -> list[str]:
+    flag = action.option_strings[0]
+    if action.nargs == 0:
+        return [flag]
+    return [flag, repr(value).replace(" ", "") if isinstance(value, list) else str(value)]
+
+
+def _actions() -> dict[str, argparse.Action]:
+    return {action.dest: action for action in _parser()._actions if action.option_strings}
+
+
+def _parser() -> argparse.ArgumentParser:
+    from megatron.training.arguments import add_megatron_arguments
+
+    return add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False, add_help=False))

@@ -1,0 +1,193 @@
+"""Megatron's torch_dist checkpoints: written so that a training run starts from one, read at any layout.
+
+Everything here is collective. What surrounds the tensors is :mod:`isthmus.checkpoint.megatron_folder`.
+"""
+
+from argparse import Namespace
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from isthmus.checkpoint.folder import Staging
+from isthmus.checkpoint.gather import agree, from_first
+from isthmus.checkpoint.load import rounds
+from isthmus.checkpoint.manifest import Manifest
+from isthmus.checkpoint.megatron_folder import RELEASE, describe, latest
+from isthmus.names import unwrapped
+from isthmus.weights import Coverage, collapse
+
+BESIDES = ("optimizer", "chained_", "opt_param", "rng_state", "rerun_state", "common_state")  # not the model
+EXTRA = "_extra_state"  # Transformer Engine's scales for narrow floats: none here
+
+
+def write(
+    bridge: Any, chunks: Sequence[nn.Module], target: Path, fill: Callable[[], Any], *, overwrite: bool
+) -> Any:
+    """Write the model to the Megatron folder `target` after `fill()`, and return what that returned.
+
+    Atomic: all of it or nothing. ValueError, before anything is read, where `target` is not empty and not to
+    be overwritten.
+    """
+    config = unwrapped(chunks[0]).isthmus_model_config
+    staged: list[Staging] = []  # on the first rank
+
+    def stage() -> Path:
+        count = sum(torch.Size(info.shape).numel() for info in bridge.reader.tensors.values())
+        nbytes = count * config.transformer.params_dtype.itemsize
+        staged.append(Staging(target, overwrite, nbytes=nbytes, sources=[bridge.folder]))
+        (staged[0].path / RELEASE).mkdir()
+        return staged[0].path
+
+    folder = from_first(stage)
+    try:
+        filled = _on_every_rank(fill)
+        words = from_first(lambda: describe(bridge, config, staged[0]))
+        _save(chunks, _common(words, config.transformer), folder / RELEASE)
+        from_first(lambda: staged[0].publish())
+    except BaseException:
+        for staging in staged:
+            staging.discard()
+        raise
+    return filled
+
+
+def read(chunks: Sequence[nn.Module], folder: Path) -> None:
+    """Fill the model from a Megatron folder's newest checkpoint, whatever layout saved it.
+
+    ValueError lists the tensors that only one side has, and roundings.
+    """
+    from megatron.core import dist_checkpointing
+
+    path = str(latest(folder))
+    content = dist_checkpointing.load_content_metadata(path) or {}
+    states = _sharded(chunks, content)
+    _check(_sharded(chunks, content), saved_tensors(folder), path)
+    loaded = dist_checkpointing.load(states, path)
+    for key, chunk in zip(states, chunks, strict=True):
+        unwrapped(chunk).load_state_dict(loaded[key], strict=False)  # absent: extra state only, see _check
+
+
+def check_export(bridge: Any, coverage: Coverage, target: Path, options: Mapping[str, Any]) -> None:
+    """Raise now, on every rank, what the export would raise at its end: ValueError or OSError."""
+    absent = list(coverage.passed_through) if options.get("passthrough", True) else []
+    if absent and isinstance(bridge.reader, Manifest):
+        raise ValueError(
+            f"the model does not hold {', '.join(collapse(absent))}, and {bridge.reader.folder} remembers"
+            " them by name only; give the HF checkpoint to copy them from (--hf), or leave them out"
+            " (--no-passthrough)"
+        )
+    from_first(lambda: Staging(target, options.get("overwrite", False)).discard())
+
+
+def saved_tensors(folder: str | Path) -> dict[str, torch.dtype]:
+    """Names and dtypes of the model's tensors in a Megatron folder's newest checkpoint."""
+    from megatron.core import dist_checkpointing
+
+    saved = dist_checkpointing.load_tensors_metadata(str(latest(folder)))
+    return {name: tensor.dtype for name, tensor in saved.items() if not name.startswith(BESIDES)}
+
+
+def found_fields(folder: str | Path) -> dict[str, Any]:
+    """Config fields that the saved tensors tell: their dtype, and no MTP block where none was saved."""
+    saved = saved_tensors(folder)
+    dtypes = list(saved.values())
+    fields: dict[str, Any] = {"params_dtype": max(set(dtypes), key=dtypes.count)}
+    if not any(name.startswith("mtp.") for name in saved):
+        fields["mtp_num_layers"] = None
+    return fields
+
+
+def _save(chunks: Sequence[nn.Module], common: Mapping[str, Any], path: Path) -> None:
+    from megatron.core import dist_checkpointing, parallel_state
+    from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+    from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+
+    # What megatron.training records: it makes its state dicts of the same options when it loads.
+    content = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+    strategy: Any = TorchDistSaveShardedStrategy()
+    replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    if replicas.size() > 1:
+        strategy = FullyParallelSaveStrategyWrapper(strategy, replicas)
+    states = {**common, **_sharded(chunks, content)}
+    dist_checkpointing.save(states, str(path), strategy, content_metadata=content)
+
+
+def _sharded(chunks: Sequence[nn.Module], content: Mapping[str, Any]) -> dict[str, Any]:
+    """The chunks' sharded state dicts under megatron.training's keys."""
+    from megatron.core import parallel_state
+
+    replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    metadata = {**content, "dp_cp_group": replicas}
+    keys = ["model"] if len(chunks) == 1 else [f"model{number}" for number in range(len(chunks))]
+    return {
+        key: unwrapped(chunk).sharded_state_dict(metadata=metadata)  # type: ignore[operator]
+        for key, chunk in zip(keys, chunks, strict=True)
+    }
+
+
+def _common(words: list[str], transformer: Any) -> dict[str, Any]:
+    """What is not sharded, as megatron.training saves it; its `args` only where they describe the model."""
+    from isthmus.checkpoint.megatron_arguments import namespace
+
+    args = Namespace(
+        **vars(namespace(words)),
+        tensor_model_parallel_size=transformer.tensor_model_parallel_size,
+        pipeline_model_parallel_size=transformer.pipeline_model_parallel_size,
+        ckpt_format="torch_dist",
+        no_save_optim=True,
+        no_save_rng=True,
+    )
+    return {"args": args, "checkpoint_version": 3.0, "iteration": 0}
+
+
+def _check(states: Mapping[str, Any], saved: Mapping[str, torch.dtype], path: str) -> None:
+    """ValueError with every reason, on any rank, why the checkpoint is not this model's; changes `states`."""
+    import torch.distributed as dist
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+
+    apply_factories(states)
+    held = {}
+    for leaf in _leaves(states):
+        if isinstance(leaf, ShardedTensor) and EXTRA not in leaf.key:
+            held[leaf.key] = leaf.dtype
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, held)
+    everywhere = {name: dtype for names in found for name, dtype in names.items()}
+    kept = [name for name in saved if EXTRA not in name and name not in everywhere]
+    lines = []
+    if absent := [name for name in everywhere if name not in saved]:
+        lines.append(f"the model has, the checkpoint has not ({len(absent)}): " + ", ".join(collapse(absent)))
+    if kept:
+        lines.append(f"the checkpoint has, the model has not ({len(kept)}): " + ", ".join(collapse(kept)))
+    rounded: dict[str, list[str]] = {}
+    for name, dtype in everywhere.items():
+        if name in saved and rounds(saved[name], dtype):
+            rounded.setdefault(f"saved as {saved[name]}, the model has {dtype}", []).append(name)
+    lines += [f"{', '.join(collapse(names))}: {what}" for what, names in rounded.items()]
+    if lines:
+        raise ValueError(
+            f"{path} is of another model:\n  " + "\n  ".join(lines) + "\n  build the model as it was saved:"
+            " get_model_config(params_dtype=..., mtp_num_layers=..., ...)"
+        )
+
+
+def _leaves(state: Any) -> list[Any]:
+    if isinstance(state, Mapping):
+        return [leaf for value in state.values() for leaf in _leaves(value)]
+    if isinstance(state, list | tuple):
+        return [leaf for value in state for leaf in _leaves(value)]
+    return [state]
+
+
+def _on_every_rank(work: Callable[[], Any]) -> Any:
+    """`work()` here; where it fails on any rank, an error on all: none waits for one that has given up."""
+    result, error = None, None
+    try:
+        result = work()
+    except (OSError, ValueError, LookupError) as failure:
+        error = failure
+    agree(error)
+    return result

@@ -1,0 +1,227 @@
+"""HF -> Megatron's torch_dist checkpoint -> HF, over a change of layout, and a training run in between."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from isthmus import registry
+from isthmus.checkpoint.compare import compare
+from isthmus.checkpoint.folder import WEIGHTS
+from isthmus.checkpoint.reader import CheckpointReader
+from isthmus.cpu import launch
+from isthmus.layout import Layout
+from isthmus.testing.tiny import write_tiny
+
+launch.preload("transformers.modeling_utils")
+
+LOSS = 1e-5  # relative; fp32 sums in another order
+LENGTH = 16
+RUN = f"""--seq-length {LENGTH} --micro-batch-size 1 --global-batch-size 1 --train-iters 3 --lr 1e-3
+    --eval-iters 0 --eval-interval 100 --save-interval 3 --exit-on-missing-checkpoint --num-workers 0
+    --tokenizer-type NullTokenizer --distributed-backend gloo --use-distributed-optimizer
+    --no-masked-softmax-fusion --no-persist-layer-norm --no-rope-fusion --no-bias-dropout-fusion
+    --no-bias-swiglu-fusion --tensor-model-parallel-size 2 --sequence-parallel"""
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bf16 checkpoint with an MTP block and `A_log` in fp32."""
+    return tiny(tmp_path_factory.mktemp("hf") / "source", "fp32_a_log")
+
+
+def tiny(folder: Path, variant: str, **options) -> Path:
+    write_tiny(registry.family("qwen3_next"), folder, variant, **options)
+    return folder
+
+
+def import_(hf: Path, layout: Layout, megatron: Path, **fields):
+    from isthmus.bridge import AutoBridge
+
+    layout.initialize()
+    bridge = AutoBridge.from_hf_pretrained(hf)
+    config = bridge.get_model_config(**layout.config_overrides(), **fields)
+    return bridge.import_ckpt(megatron, bridge.build_model(config))
+
+
+def export(megatron: Path, layout: Layout, out: Path, hf: Path | None = None, build=None, **options) -> None:
+    from isthmus.bridge import AutoBridge
+
+    layout.initialize()
+    bridge = AutoBridge.from_megatron(megatron, hf)
+    model = None
+    if build is not None:
+        model = bridge.build_model(bridge.get_model_config(**layout.config_overrides(), **build))
+    bridge.export_ckpt(megatron, out, model=model, **options)
+
+
+def run(layout: Layout, function, *args, **kwargs):
+    return launch.run(layout.world_size, function, *args, timeout=120, **kwargs)
+
+
+def same_tensors(first: Path, second: Path) -> bool:
+    with CheckpointReader(first) as a, CheckpointReader(second) as b:
+        outcome = compare(a, b)
+    return outcome.equal == len(a.tensors) and not outcome.added
+
+
+def other_files(folder: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file() and not any(path.match(pattern) for pattern in WEIGHTS)
+    }
+
+
+@pytest.mark.parametrize("delta_net", ["hosted", "megatron"])
+def test_any_layout_exports_what_another_one_imported(source: Path, tmp_path: Path, delta_net: str) -> None:
+    wide, megatron = Layout(tp=2), tmp_path / "megatron"
+    reports = run(wide, import_, source, wide, megatron, delta_net=delta_net)
+    assert all(report.hf_tensors == len(CheckpointReader(source).tensors) for report in reports)
+    for name, layout in {"deep": Layout(pp=2), "experts": Layout(ep=2, dp=2)}.items():
+        run(layout, export, megatron, layout, tmp_path / name)
+        assert same_tensors(source, tmp_path / name), name
+        assert other_files(tmp_path / name) == other_files(source), name
+
+
+def test_model_chunks_and_vocabulary_padding_do_not_reach_the_files(tmp_path: Path) -> None:
+    source = tiny(tmp_path / "source", "odd_vocab")  # 151 rows, padded to 152 at tp=2
+    wide, chunked = Layout(tp=2), Layout(pp=2, vp=2)
+    run(chunked, import_, source, chunked, tmp_path / "chunked")
+    run(wide, export, tmp_path / "chunked", wide, tmp_path / "one")
+    run(wide, import_, source, wide, tmp_path / "wide")
+    run(chunked, export, tmp_path / "wide", chunked, tmp_path / "two")
+    assert same_tensors(source, tmp_path / "one")
+    assert same_tensors(source, tmp_path / "two")
+
+
+def test_megatrons_training_starts_from_an_import_and_its_checkpoint_is_exported(tmp_path: Path) -> None:
+    source = tiny(tmp_path / "source", "default", dtype=torch.float32)
+    deep, wide = Layout(pp=2), Layout(tp=2)
+    run(deep, import_, source, deep, tmp_path / "megatron")
+    words = (tmp_path / "megatron" / "megatron_args.txt").read_text().split()
+    words += [*RUN.split(), "--load", str(tmp_path / "megatron"), "--save", str(tmp_path / "trained")]
+    losses, _ = run(wide, pretrain, words)
+    assert losses[0] == pytest.approx(hf_loss(source), rel=LOSS)
+    assert losses[2] < losses[1] < losses[0]
+
+    run(deep, export, tmp_path / "trained", deep, tmp_path / "out", source)
+    assert other_files(tmp_path / "out") == other_files(source)
+    assert hf_loss(tmp_path / "out") < losses[2]
+
+
+def tokens() -> torch.Tensor:
+    return torch.randint(100, (1, LENGTH + 1), generator=torch.Generator().manual_seed(0))
+
+
+def hf_loss(folder: Path) -> float:
+    """Cross entropy of the fixed tokens by transformers, on CPU."""
+    return launch.run(1, hf_loss_here, folder, timeout=120)[0]
+
+
+def hf_loss_here(folder: Path) -> float:
+    from transformers import AutoModelForCausalLM
+
+    from isthmus.hosting.torch_functions import import_modeling, use_torch_functions
+
+    use_torch_functions(import_modeling("transformers.models.qwen3_next.modeling_qwen3_next"))
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+    with torch.no_grad():
+        logits = model(tokens()[:, :-1]).logits[0]
+    return torch.nn.functional.cross_entropy(logits.float(), tokens()[0, 1:]).item()
+
+
+def pretrain(words: list[str]) -> list[float]:
+    """Megatron's pretrain() on the fixed tokens with the command line `words`; the losses of its steps."""
+    import isthmus.cpu
+
+    isthmus.cpu.install_training()
+    sys.argv = ["pretrain", *words]
+    from megatron.core.enums import ModelType
+    from megatron.training import pretrain
+    from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+    from megatron.training.arguments import parse_and_validate_args
+
+    losses = []
+
+    def forward_step(data, model):
+        row = next(data)
+        output = model(row[:, :-1], torch.arange(LENGTH)[None], None, labels=row[:, 1:])
+
+        def loss(values):
+            mean = values.float().mean()
+            losses.append(mean.item())
+            return mean, {"lm loss": mean.detach()}
+
+        return output, loss
+
+    def datasets(counts, vp_stage=None):
+        rows = torch.utils.data.Subset([tokens()[0]] * 8, range(8))
+        return rows, rows, rows
+
+    datasets.is_distributed = True
+    args = parse_and_validate_args()
+    config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
+    pretrain(config, datasets, ModelType.encoder_or_decoder, forward_step)
+    return losses
+
+
+def test_a_folder_with_files_in_it_is_refused_before_weights_are_read(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "note.txt").write_text("mine")
+    with pytest.raises(ValueError, match=r"is not empty \(note.txt\)"):
+        run(Layout(), import_, source, Layout(), tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["note.txt"]
+
+
+def test_a_failed_import_leaves_nothing(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="parameter is bfloat16, and no rule allows the rounding"):
+        run(Layout(), import_rounding, source, tmp_path / "megatron")
+    assert list(tmp_path.iterdir()) == []
+
+
+def import_rounding(source: Path, megatron: Path) -> None:
+    from isthmus.bridge import AutoBridge
+
+    Layout().initialize()
+    bridge = AutoBridge.from_hf_pretrained(source)
+    model = bridge.build_model()
+    bridge.import_ckpt(megatron, [model[0].bfloat16()])
+
+
+@pytest.fixture(scope="module")
+def without_mtp(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An import of a model that was built without its MTP block."""
+    folder = tmp_path_factory.mktemp("import") / "megatron"
+    run(Layout(), import_, source, Layout(), folder, mtp_num_layers=None)
+    return folder
+
+
+def test_what_the_model_was_built_without_needs_the_source(
+    without_mtp: Path, source: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=r"mtp\.fc\.weight.*give the HF checkpoint.*--hf"):
+        run(Layout(), export, without_mtp, Layout(), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    run(Layout(), export, without_mtp, Layout(), tmp_path / "out", source)
+    assert same_tensors(source, tmp_path / "out")
+
+
+def test_a_full_target_is_refused(without_mtp: Path, source: Path, tmp_path: Path) -> None:
+    (tmp_path / "note.txt").write_text("mine")
+    with pytest.raises(ValueError, match="is not empty"):
+        run(Layout(), export, without_mtp, Layout(), tmp_path, source)
+
+
+def test_another_models_checkpoint_is_refused(without_mtp: Path, source: Path, tmp_path: Path) -> None:
+    other = {"delta_net": "megatron", "mtp_num_layers": None}
+    with pytest.raises(ValueError, match=r"the model has, the checkpoint has not.*\n.*linear_attn"):
+        run(Layout(), export, without_mtp, Layout(), tmp_path / "out", source, build=other)
+
+
+def test_a_narrower_model_is_refused(source: Path, tmp_path: Path) -> None:
+    run(Layout(), import_, source, Layout(), tmp_path / "megatron", params_dtype=torch.float32)
+    with pytest.raises(ValueError, match=r"saved as torch.float32, the model has torch.bfloat16"):
+        run(Layout(), export, tmp_path / "megatron", Layout(), tmp_path / "out", build={})
+    run(Layout(), export, tmp_path / "megatron", Layout(), tmp_path / "out")
+    assert same_tensors(source, tmp_path / "out")
