@@ -102,7 +102,7 @@ def go(folder: Path, target: Path, case: Case) -> Trip:
                 allreduce=getattr(tensor.tensor, "allreduce", True),
                 rule=rule.megatron if rule else None,
                 rule_dim=rule.dim if rule else None,
-                rule_parts=len(rule.parts.names) if rule and rule.parts.groups == 1 else 1,
+                rule_parts=len(rule.parts.names) if rule and rule.parts.groups is None else 1,
                 rule_expert=rule.expert if rule else False,
                 ranks=place.shard(rule)[1] if rule else 1,
             )

@@ -21,16 +21,20 @@ class Interval(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Named parts along dim 0, repeated once per group; one group is plain concatenation."""
+    """Named parts along dim 0: once per group, or, where `groups` is None, one after the other.
+
+    One group is not the same as none: the rows are in the same order, but ranks divide them differently.
+    """
 
     names: tuple[str, ...]
-    groups: int = 1
+    groups: int | None = None
 
     def intervals(self, rows: Mapping[str, int]) -> Iterator[Interval]:
         """What the whole tensor holds, first row to last; `rows` is each part's size over all groups."""
-        for group in range(self.groups):
+        groups = self.groups or 1
+        for group in range(groups):
             for name in self.names:
-                length = rows[name] // self.groups
+                length = rows[name] // groups
                 yield Interval(name, group * length, length)
 
     def shard(self, rows: Mapping[str, int], rank: int, size: int) -> list[Interval]:
@@ -40,7 +44,7 @@ class Parts:
         one where there are fewer groups than ranks); concatenated parts are each divided, so that a rank owns
         its share of every part.
         """
-        if self.groups == 1:
+        if self.groups is None:
             _check_divides({name: rows[name] for name in self.names}, size)
             return [Interval(n, rank * (rows[n] // size), rows[n] // size) for n in self.names]
         total = sum(rows[name] for name in self.names)

@@ -64,7 +64,7 @@ class Rule:
         if set(self.rows) != set(held):
             raise ValueError(f"{self.megatron}: rows are given for {list(self.rows)}, the parts are {held}")
         for parts in (self.parts, *self.hf_parts):
-            uneven = {name: self.rows[name] for name in parts.names if self.rows[name] % parts.groups}
+            uneven = {name: self.rows[name] for name in parts.names if self.rows[name] % (parts.groups or 1)}
             if uneven:
                 raise ValueError(f"{self.megatron}: cannot divide rows {uneven} into {parts.groups} groups")
 
