@@ -25,17 +25,18 @@ from isthmus.testing.variant import Tiny, Variant
 def write_tiny(
     family: Family,
     target: str | Path,
-    variant: str = "default",
+    variant: str | Variant = "default",
     *,
     seed: int = 0,
     dtype: torch.dtype | None = None,
     overwrite: bool = False,
 ) -> None:
-    """Write a tiny checkpoint of `family`; `dtype` None is the one that its config.json states.
+    """Write a tiny checkpoint of `family`, a variant of its own or another; `dtype` None is the config's.
 
     LookupError names the variants there are; ValueError where the target folder is not empty.
     """
-    chosen = find_variant(family, variant)
+    chosen = variant if isinstance(variant, Variant) else find_variant(family, variant)
+    assert family.tiny is not None
     stated = dict(chosen.config)
     dtype = dtype or getattr(torch, stated.get("dtype") or stated["torch_dtype"])
     tensors = make_tensors(family.tiny, chosen, seed, dtype)
