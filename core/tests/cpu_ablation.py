@@ -1,7 +1,7 @@
 """Leave each patch of isthmus.cpu out in turn and report what breaks: `python cpu_ablation.py [PATCH ...]`.
 
-Prints one JSON object: patch -> null if its case passed without it, else what broke. "nothing" leaves none out.
-A script, because an installed backend cannot be taken back: each patch gets a process forked before megatron.
+Prints one JSON object: patch -> null if its case passed without it, else what broke.
+A script, because an installed backend cannot be taken back: each patch has a process forked before megatron.
 """
 
 import itertools
@@ -134,6 +134,50 @@ def indexer_rotates():
     torch.testing.assert_close(rotate_activation(x).norm(dim=-1), x.norm(dim=-1))
 
 
+def pretrains():
+    """Two iterations of Megatron's own training program, on mock data."""
+    import isthmus.cpu
+
+    isthmus.cpu.install_training()
+    from megatron.core.datasets.gpt_dataset import GPTDatasetConfig, MockGPTDataset
+    from megatron.core.enums import ModelType
+    from megatron.training import arguments, get_tokenizer, pretrain
+    from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+
+    sys.argv = ["pretrain", *PRETRAIN.split()]
+    args = arguments.parse_and_validate_args()
+
+    def datasets(samples):
+        from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+
+        config = GPTDatasetConfig(
+            random_seed=1,
+            sequence_length=cpu_cases.SEQUENCE,
+            tokenizer=get_tokenizer(),
+            reset_position_ids=False,
+            reset_attention_mask=False,
+            eod_mask_loss=False,
+            split="98,1,1",
+        )
+        return BlendedMegatronDatasetBuilder(MockGPTDataset, samples, lambda: True, config).build()
+
+    def forward(data, model):
+        batch = next(data)
+        losses = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+        return losses, lambda out: (out.float().mean(), {"loss": out.float().mean().detach()})
+
+    datasets.is_distributed = True
+    container = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
+    pretrain(container, datasets, ModelType.encoder_or_decoder, forward)
+
+
+PRETRAIN = f"""--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length {cpu_cases.SEQUENCE}
+--max-position-embeddings {cpu_cases.SEQUENCE} --micro-batch-size 1 --global-batch-size 2 --lr 1e-3
+--train-iters 2 --eval-interval 100 --eval-iters 0 --log-interval 1 --mock-data --tokenizer-type NullTokenizer --vocab-size 63
+--distributed-backend gloo --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-rope-fusion
+--no-persist-layer-norm --num-workers 0 --moe-grouped-gemm"""
+
+
 def metadata():
     from megatron.core import parallel_state
 
@@ -161,6 +205,9 @@ CASES = {  # patch -> (what needs it, on how many ranks)
     "local_slots": (local_spec_takes_zero_centred_norms, 1),
     "delta_net_kernels": (delta_net_trains, 1),
     "hadamard": (indexer_rotates, 1),
+    "initialize": (pretrains, 1),
+    "dataset_helpers": (pretrains, 1),
+    "device_properties": (pretrains, 1),
 }
 
 

@@ -71,8 +71,8 @@ def chunk_gated_delta_rule(
         raise ValueError("chunk_gated_delta_rule keeps no state on the CPU: it is for training")
     if use_qk_l2norm_in_kernel:
         q, k = l2norm(q), l2norm(k)
-    scale = q.size(-1) ** -0.5 if scale is None else scale
-    out = per_sequence(lambda *parts: _delta_rule(*parts, scale=scale), cu_seqlens, q, k, v, g, beta)
+    factor = q.size(-1) ** -0.5 if scale is None else scale
+    out = per_sequence(lambda *parts: _delta_rule(*parts, scale=factor), cu_seqlens, q, k, v, g, beta)
     return out.to(v.dtype), None
 
 

@@ -3,7 +3,6 @@
 Numbers are lines of megatron/training 0.19.2 unless they start with core/.
 """
 
-import collections
 from typing import Any
 
 import torch
@@ -46,11 +45,3 @@ def device_properties() -> None:
     cuda.get_device_properties = lambda *args, **kwargs: _Overridden(
         None, major=10, minor=0, name="cpu", total_memory=0
     )
-
-
-@patch("training")
-def memory_report() -> None:
-    """The training log reads the GPU's memory statistics (utils/common_utils:322, training:2742)."""
-    cuda: Any = torch.cuda
-    cuda.device_memory_used = lambda *args, **kwargs: 0
-    cuda.memory_stats = lambda *args, **kwargs: collections.defaultdict(int)
