@@ -271,6 +271,7 @@ class AutoBridge:
             max_shard_size=max_shard_size,
             overwrite=overwrite,
             passthrough=passthrough,
+            copied_dtype=as_dtype(dtype),
             advance=advance,
         )
 

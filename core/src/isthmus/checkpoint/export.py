@@ -104,7 +104,8 @@ def plan(
     mine = Place.of(model)
     known = holdings(held, model, mine)
     _check_complete(weights, known)
-    check_copies(held, known, model)
+    copies = [bound for bound in weights.megatron.values() if not bound.rule.exported]
+    check_copies(held, known, {copy.megatron: weights.hf[copy.hf[0].name][0] for copy in copies}, model)
 
     choose = _Owners(places(mine), known)
     exported = [bound for bound in weights.megatron.values() if bound.rule.exported]

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,31 +64,34 @@ def holdings(held: Iterable[LiveTensor], model: Any, mine: Place) -> dict[str, H
     return own
 
 
-def check_copies(held: Sequence[LiveTensor], holdings: dict[str, Holding], model: Any) -> None:
-    """ValueError where pipeline stages hold differing copies of one tensor (an MTP stage's embedding)."""
+def check_copies(
+    held: Sequence[LiveTensor], holdings: dict[str, Holding], copy_of: Mapping[str, str], model: Any
+) -> None:
+    """ValueError, on every rank, where pipeline stages hold differing copies of one tensor. Collective.
+
+    A copy has the same name (an MTP stage's embedding), or one of its own (a tied head): then `copy_of` gives
+    the name of the tensor that is exported.
+    """
     group = model.pg_collection.pp
     if group.size() == 1:
         return
-    mine = {
-        live.canonical: hashlib.blake2b(_bytes(live.tensor), digest_size=16).hexdigest()
+    stages: dict[str, set[int]] = {}
+    for name, holding in holdings.items():
+        stages.setdefault(copy_of.get(name, name), set()).update(holding.stages)
+    mine = [
+        (name, hashlib.blake2b(_bytes(live.tensor), digest_size=16).hexdigest())
         for live in held
-        if len(holdings[live.canonical].stages) > 1
-    }
+        if len(stages[name := copy_of.get(live.canonical, live.canonical)]) > 1
+    ]
     found: list[Any] = [None] * group.size()
     dist.all_gather_object(found, mine, group=group)
     digests: dict[str, set[str]] = {}
     for copies in found:
-        for name, digest in copies.items():
+        for name, digest in copies:
             digests.setdefault(name, set()).add(digest)
-    drifted = [
-        f"{name} (stages {sorted(holdings[name].stages)})"
-        for name, kinds in digests.items()
-        if len(kinds) > 1
-    ]
-    if drifted:
-        raise ValueError(
-            f"pipeline stages hold different copies of {', '.join(drifted)}; they must be kept equal"
-        )
+    drifted = [f"{name} (stages {sorted(stages[name])})" for name, kinds in digests.items() if len(kinds) > 1]
+    message = f"pipeline stages hold different copies of {', '.join(drifted)}; they must be kept equal"
+    agree(ValueError(message) if drifted else None)
 
 
 def agree(error: Exception | None) -> None:
