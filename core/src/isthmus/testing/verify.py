@@ -69,6 +69,12 @@ def verify(bridge: "AutoBridge", layout: "Layout", request: Request, watch: Watc
         "model_type": bridge.hf_config.model_type,
         "layout": layout.as_dict(),
         "dtype": str(request.dtype).removeprefix("torch."),
+        "request": {
+            "tokens": request.tokens,
+            "seed": request.seed,
+            "packed": request.packed,
+            "overrides": {name: str(value) for name, value in request.overrides.items()},
+        },
         "passed": False,
         "failures": [],
         **dict.fromkeys(("coverage", "roundtrip", "dtypes", "forward", "gradients", "bounds")),
