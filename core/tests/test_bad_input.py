@@ -17,6 +17,7 @@ from torch import Tensor
 from isthmus import cli
 from isthmus.checkpoint.compare import compare
 from isthmus.checkpoint.reader import CheckpointReader
+from isthmus.cli import workers
 from isthmus.cpu import launch
 from isthmus.layout import Layout
 from isthmus.registry import families, family
@@ -228,12 +229,14 @@ def test_torchruns_ranks_must_be_the_layouts(
 
 
 def test_a_target_that_is_not_empty_is_kept(
-    good: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    good: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "precious.txt").write_text("a")
-    message = refused(capsys, "roundtrip", good, tmp_path)
-    assert "is not empty (precious.txt)" in message
-    assert "--overwrite" in message
+    monkeypatch.setattr(workers, "run", None)  # before any model is built
+    for command in ("roundtrip", "import"):
+        message = refused(capsys, command, good, tmp_path)
+        assert "is not empty (precious.txt)" in message
+        assert "--overwrite" in message
     assert content(tmp_path) == {"precious.txt": b"a"}
 
 
