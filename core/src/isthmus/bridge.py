@@ -36,6 +36,7 @@ class AutoBridge:
         self.family = family
         self.hf_config = hf_config
         self.folder = folder
+        self._weights: tuple[Any, WeightMap] | None = None
         self.choices: dict[str, Any] = {}  # config fields that another than the checkpoint decides
 
     @classmethod
@@ -151,8 +152,15 @@ class AutoBridge:
         return fields
 
     def weight_map(self, model_config: Any, keys: frozenset[str] | None = None) -> WeightMap:
-        """The family's rules for this checkpoint and model config (another set of tensor names: `keys`)."""
-        return self.family.weights(self.hf_config, self.keys if keys is None else keys, model_config)
+        """The family's rules for this checkpoint and model config (another set of tensor names: `keys`).
+
+        The map of the last config is kept: building, loading and exporting a model take it in turn.
+        """
+        if keys is not None:
+            return self.family.weights(self.hf_config, keys, model_config)
+        if self._weights is None or self._weights[0] is not model_config:
+            self._weights = model_config, self.family.weights(self.hf_config, self.keys, model_config)
+        return self._weights[1]
 
     def build_model(
         self,

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from isthmus.checkpoint.collector import collector_paused
 from isthmus.checkpoint.export import ExportPlan, Output
 from isthmus.checkpoint.folder import Staging, carry_side_files
 from isthmus.checkpoint.gather import agree, from_first
@@ -22,6 +23,7 @@ from isthmus.config_text import write_config
 from isthmus.weights import Coverage, collapse
 
 
+@collector_paused()
 def save(
     source: Any,
     planned: ExportPlan,
