@@ -10,6 +10,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # A test that asks a hub for anything is wrong: what it needs, it makes.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+# Tests that are shipped say what they found, as any other test does.
+pytest.register_assert_rewrite("isthmus.testing.conformance")
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip tests marked `gpu` where CUDA is absent; a run without such tests does not import torch for it."""
