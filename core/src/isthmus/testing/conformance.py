@@ -6,8 +6,8 @@
 
 and have conftest.py call ``pytest.register_assert_rewrite("isthmus.testing.conformance")``.
 
-It runs on a CPU (or on GPUs, see `isthmus.testing.ranks`), from tiny checkpoints that are written here. A tiny checkpoint goes through Megatron
-once for each case; several tests look at the same trip.
+All of it runs on a CPU (or on GPUs: `isthmus.testing.ranks`), from tiny checkpoints that are written here. A
+tiny checkpoint goes through Megatron once for each case; several tests look at the same trip.
 """
 
 import filecmp
