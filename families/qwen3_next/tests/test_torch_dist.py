@@ -96,17 +96,21 @@ def test_model_chunks_and_vocabulary_padding_do_not_reach_the_files(tmp_path: Pa
     assert same_tensors(source, tmp_path / "two")
 
 
-def test_megatrons_training_starts_from_an_import_and_its_checkpoint_is_exported(tmp_path: Path) -> None:
+@pytest.mark.parametrize("delta_net", ["hosted", "megatron"])
+def test_megatrons_training_starts_from_an_import_and_its_checkpoint_is_exported(
+    tmp_path: Path, delta_net: str
+) -> None:
     source = tiny(tmp_path / "source", "default", dtype=torch.float32)
     deep, wide = Layout(pp=2), Layout(tp=2)
-    run(deep, import_, source, deep, tmp_path / "megatron")
+    run(deep, import_, source, deep, tmp_path / "megatron", delta_net=delta_net)
     words = (tmp_path / "megatron" / "megatron_args.txt").read_text().split()
     words += [*RUN.split(), "--load", str(tmp_path / "megatron"), "--save", str(tmp_path / "trained")]
     losses, _ = run(wide, pretrain, words)
     assert losses[0] == pytest.approx(hf_loss(source), rel=LOSS)
     assert losses[2] < losses[1] < losses[0]
 
-    run(deep, export, tmp_path / "trained", deep, tmp_path / "out", source)
+    build = {"delta_net": delta_net}
+    run(deep, export, tmp_path / "trained", deep, tmp_path / "out", source, build=build)
     assert other_files(tmp_path / "out") == other_files(source)
     assert hf_loss(tmp_path / "out") < losses[2]
 

@@ -72,7 +72,7 @@ def read(chunks: Sequence[nn.Module], folder: Path) -> None:
 
 def check_export(bridge: Any, coverage: Coverage, target: Path, options: Mapping[str, Any]) -> None:
     """Raise now, on every rank, what the export would raise at its end: ValueError or OSError."""
-    absent = list(coverage.passed_through) if options.get("passthrough", True) else []
+    absent = sorted(coverage.passed_through) if options.get("passthrough", True) else []
     if absent and isinstance(bridge.reader, Manifest):
         raise ValueError(
             f"the model does not hold {', '.join(collapse(absent))}, and {bridge.reader.folder} remembers"

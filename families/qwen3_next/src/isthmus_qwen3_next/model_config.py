@@ -7,7 +7,7 @@ from typing import Any
 from megatron.training.models.gpt import GPTModelConfig
 
 from isthmus_qwen3_next.delta_net import ACTIVATIONS, activation_name
-from isthmus_qwen3_next.spec import layer_spec
+from isthmus_qwen3_next.spec import layer_spec, native_layer_spec
 
 
 @dataclass(kw_only=True)
@@ -25,6 +25,11 @@ class Qwen3NextModelConfig(GPTModelConfig):
     transformer_layer_spec: Any | Callable[..., Any] | None = layer_spec
     delta_net: str = "hosted"
     hidden_act: str | None = None
+
+    @property
+    def spec_argument(self) -> Callable[..., Any]:
+        """The layer spec that stands for this config on Megatron's command line (`--spec`)."""
+        return native_layer_spec if self.delta_net == "megatron" else layer_spec
 
     def __post_init__(self) -> None:
         if self.hidden_act is None:

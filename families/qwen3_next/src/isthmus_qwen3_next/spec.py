@@ -33,10 +33,22 @@ def layer_spec(
     "megatron". `config.linear_attention_freq` says which layers have one (1) and which full attention (0),
     and `config.moe_layer_freq` which have experts, as everywhere in Megatron.
     """
+    return _block(model_config, config, vp_stage, getattr(model_config, "delta_net", "hosted"))
+
+
+def native_layer_spec(
+    model_config: Any, config: TransformerConfig | int | None = None, vp_stage: int | None = None
+) -> TransformerBlockSubmodules:
+    """`layer_spec` with Megatron's delta net, for `--spec`: Megatron's arguments have no `delta_net`."""
+    return _block(model_config, config, vp_stage, "megatron")
+
+
+def _block(
+    model_config: Any, config: TransformerConfig | int | None, vp_stage: int | None, delta_net: str
+) -> TransformerBlockSubmodules:
     if isinstance(config, int):
         config, vp_stage = None, config
     transformer = config or model_config.transformer
-    delta_net = getattr(model_config, "delta_net", "hosted")
     _check(transformer, delta_net)
     te = transformer.transformer_impl == "transformer_engine"
     layers: Any = get_gpt_decoder_layer_specs(  # a list, whatever its annotation says
