@@ -5,6 +5,7 @@ them are symmetric: loading and exporting share them, so that the round trip com
 """
 
 import contextlib
+import copy
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -50,6 +51,8 @@ def proof(folder: Path, layout: Layout, request: Request, mistake: str = "none")
 def on_rank(folder: Path, layout: Layout, request: Request, mistake: str) -> dict[str, Any]:
     layout.initialize()
     bridge = AutoBridge.from_hf_pretrained(folder)
+    if layout.cp > 1:  # with the hosted delta net it is refused
+        bridge.family = replace(bridge.family, axes=bridge.family.axes | {"cp"})
     MISTAKES[mistake](bridge)
     return verify(bridge, layout, request, lambda stage: contextlib.nullcontext())
 
@@ -111,6 +114,14 @@ def test_packed_sequences_are_those_run_one_by_one(
     assert document["failures"] == []
 
 
+def test_context_parallel_ranks_hold_both_ends_of_a_sequence(checkpoints: Callable[[str], Path]) -> None:
+    """Megatron's delta net divides sequences; its prediction block is not exact then, and left out."""
+    overrides = {"delta_net": "megatron", "mtp_num_layers": None}
+    document = proof(checkpoints("default"), Layout(cp=2, dp=2), replace(GRADIENTS, overrides=overrides))
+    print(overall(document))
+    assert document["failures"] == []
+
+
 def test_sequences_longer_than_a_chunk_of_the_delta_rule(checkpoints: Callable[[str], Path]) -> None:
     request = replace(GRADIENTS, tokens=96, overrides={"delta_net": "megatron"})
     assert proof(checkpoints("default"), Layout(), request)["failures"] == []
@@ -154,7 +165,8 @@ def edit_map(bridge: AutoBridge, edit: Callable[[WeightMap], None]) -> None:
     original = bridge.weight_map
 
     def weight_map(*args: Any) -> WeightMap:
-        weights = original(*args)
+        weights = copy.copy(original(*args))  # which the bridge keeps
+        weights.megatron, weights.hf = dict(weights.megatron), dict(weights.hf)
         edit(weights)
         return weights
 
@@ -412,7 +424,7 @@ def test_a_failed_check_is_exit_code_1_and_says_which(
     [
         (["--tp", "2", "--tokens", "33"], "cannot divide rows of 33 tokens over tp=2"),
         (["--packed", "--tokens", "4"], "cannot pack sequences of 4 tokens"),
-        (["--set", "no_such_field=1"], "have no fields no_such_field"),
+        (["--set", "no_such_field=1"], "no_such_field"),
         (["--set", "delta_net"], "expected FIELD=VALUE"),
         (["--cp", "2"], "does not support cp=2"),
         (["--report", "/no/such/folder/page.html"], "there is no folder /no/such/folder"),

@@ -97,7 +97,8 @@ def megatron_norm(chunks: Sequence[nn.Module]) -> float:
     options = OptimizerConfig(
         optimizer="sgd", lr=0.0, bf16=config.bf16, fp16=config.fp16, params_dtype=config.params_dtype
     )
-    optimizer = get_megatron_optimizer(options, list(chunks))
+    model: Any = list(chunks)
+    optimizer = get_megatron_optimizer(options, model)
     optimizer.prepare_grads()
     return float(optimizer.get_grad_norm())
 

@@ -1,6 +1,7 @@
 """The document of `isthmus verify` as one page that explains itself, with no outside assets."""
 
 import math
+import re
 from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
@@ -18,6 +19,8 @@ SIZES = {
     "cp": "context parallel",
     "dp": "data parallel",
 }
+
+_FIGURE, _UNBROKEN = re.compile(r"\d[\d.]*e-\d+"), r'<span class="figure">\g<0></span>'
 
 GLOSSARY = {
     "rel RMS": "RMS(isthmus - HF) / RMS(HF): the size of the difference against the size of the result, over"
@@ -106,8 +109,12 @@ def _tiles(document: dict[str, Any]) -> str:
             )
     if grads := document["gradients"]:
         about = f"rel RMS over {grads['params']} parameters, bound {bounds['gradients']:.0e}"
-        fine = grads["rel_rms"] <= bounds["gradients"] and grads["rel_rms_max"] <= bounds["worst_gradient"]
-        tiles.append(_tile("Gradients", f"{grads['rel_rms']:.1e}", about, fine))
+        tiles.append(
+            _tile("Gradients", f"{grads['rel_rms']:.1e}", about, grads["rel_rms"] <= bounds["gradients"])
+        )
+        about = f"rel RMS of one parameter, bound {bounds['worst_gradient']:.0e}"
+        fine = grads["rel_rms_max"] <= bounds["worst_gradient"]
+        tiles.append(_tile("Worst gradient", f"{grads['rel_rms_max']:.1e}", about, fine))
         about = f"off by {grads['grad_norm_rel_err']:.1e}, bound {bounds['gradients']:.0e}"
         fine = grads["grad_norm_rel_err"] <= bounds["gradients"]
         tiles.append(_tile("Gradient norm", f"{grads['grad_norm']:.4g}", about, fine))
@@ -118,7 +125,7 @@ def _tile(name: str, value: str, about: str, fine: bool) -> str:
     mark = '<span class="ok">pass</span>' if fine else '<span class="not">fail</span>'
     return (
         f'<div class="tile"><div class="name"><span>{name}</span>{mark}</div>'
-        f'<div class="value">{value}</div><div class="about">{about}</div></div>'
+        f'<div class="value">{value}</div><div class="about">{_FIGURE.sub(_UNBROKEN, about)}</div></div>'
     )
 
 
@@ -138,7 +145,9 @@ def _layers(document: dict[str, Any]) -> str:
     )
     picture = chart(points, document["bounds"]["forward"], floor=document["dtype"] == "float32")
     losses = f"Loss {forward['loss']:.6f}, Hugging Face's {forward['hf_loss']:.6f}."
-    return _card("Error from layer to layer", note, picture + f'<p class="note">{losses}</p>')
+    return _card(
+        "Error from layer to layer", note, f'<div class="scroll">{picture}</div><p class="note">{losses}</p>'
+    )
 
 
 def _gradients(document: dict[str, Any]) -> str:

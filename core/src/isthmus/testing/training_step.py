@@ -40,7 +40,7 @@ def run(chunks: Sequence[nn.Module], batch: Batch, *, gradients: bool) -> Record
     groups, config = model.pg_collection, model.config
     microbatches = batch.microbatches(groups.dp.rank(), groups.dp.size())
     device = next(model.parameters()).device
-    feeds = [_feed(sequences, batch.packed, device) for sequences in microbatches]
+    feeds = [_feed(sequences, batch.packed, groups.cp, device) for sequences in microbatches]
     for chunk in chunks:
         chunk.train(gradients)
         if gradients:
@@ -58,7 +58,8 @@ def run(chunks: Sequence[nn.Module], batch: Batch, *, gradients: bool) -> Record
             forward_only=not gradients,
         )
     own = recorder.collected(config.mtp_num_layers or 0, model_vocabulary(model), groups.tp)
-    return _joined(own if groups.tp.rank() == 0 else None, losses, groups.dp.rank(), batch)
+    place = groups.dp.rank(), groups.cp.rank()
+    return _joined(own if groups.tp.rank() == 0 else None, losses, place, batch)
 
 
 def model_vocabulary(model: Any) -> int:
@@ -66,15 +67,21 @@ def model_vocabulary(model: Any) -> int:
     return getattr(model, "isthmus_model_config", model).vocab_size
 
 
-def _feed(sequences: list[Tensor], packed: bool, device: torch.device) -> dict[str, Any]:
-    """Megatron's arguments for one microbatch."""
+def _feed(sequences: list[Tensor], packed: bool, cp_group: Any, device: torch.device) -> dict[str, Any]:
+    """Megatron's arguments for one microbatch, this context-parallel rank's part of each row."""
     tokens, labels = [s[:-1] for s in sequences], [s[1:] for s in sequences]
     positions = [torch.arange(len(t)) for t in tokens]
-    join: Callable[[list[Tensor]], Tensor] = (lambda rows: torch.cat(rows)[None]) if packed else torch.stack
+    rank, size = cp_group.rank(), cp_group.size()
+
+    def join(rows: list[Tensor]) -> Tensor:
+        row = torch.cat(rows)[None] if packed else torch.stack(rows)
+        parts = row.chunk(2 * size, 1)
+        return torch.cat([parts[rank], parts[-1 - rank]], 1).to(device) if size > 1 else row.to(device)
+
     feed: dict[str, Any] = {
-        "input_ids": join(tokens).to(device),
-        "labels": join(labels).to(device),
-        "position_ids": join(positions).to(device),
+        "input_ids": join(tokens),
+        "labels": join(labels),
+        "position_ids": join(positions),
         "attention_mask": None,
     }
     if packed:
@@ -161,25 +168,38 @@ def _whole(outputs: list[Tensor], dim: int, group: Any) -> Tensor:
 
 
 def _joined(
-    own: dict[str | int, Tensor] | None, losses: list[Tensor], dp_rank: int, batch: Batch
+    own: dict[str | int, Tensor] | None, losses: list[Tensor], rank: tuple[int, int], batch: Batch
 ) -> Recorded | None:
-    """The records of all ranks as one, on the first. Collective."""
+    """The records of all ranks as one, on the first; `rank` is (data, context parallel). Collective."""
     from megatron.core import parallel_state
 
     last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
     total = float(torch.stack(list(losses)).sum()) if last and own is not None else 0.0
     everyone: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object((dp_rank, own, total), everyone)
+    dist.gather_object((rank, own, total), everyone)
     if everyone is None:
         return None
-    parts: dict[str | int, dict[int, Tensor]] = {}
-    for rank, found, _ in everyone:
+    parts: dict[str | int, dict[int, dict[int, Tensor]]] = {}
+    for (dp_rank, cp_rank), found, _ in everyone:
         for place, tensor in (found or {}).items():
-            parts.setdefault(place, {})[rank] = tensor
-    whole = {place: torch.cat([t for _, t in sorted(found.items())]) for place, found in parts.items()}
+            parts.setdefault(place, {}).setdefault(dp_rank, {})[cp_rank] = tensor
+    whole = {
+        place: torch.cat([_ends_joined(shares, batch.row) for _, shares in sorted(found.items())])
+        for place, found in parts.items()
+    }
     return Recorded(
         layers={place: whole[place] for place in sorted(p for p in whole if isinstance(p, int))},
         logits=whole.get("logits"),
         mtp_logits=whole.get("mtp"),
         loss=sum(loss for _, _, loss in everyone) / batch.tokens,
     )
+
+
+def _ends_joined(shares: dict[int, Tensor], length: int) -> Tensor:
+    """(T, ...) of whole sequences of `length` tokens from context-parallel shares by rank."""
+    size = len(shares)
+    if size == 1:
+        return shares[0]
+    halves = [shares[rank].unflatten(0, (-1, 2, length // (2 * size))) for rank in range(size)]
+    order = [half[:, 0] for half in halves] + [half[:, 1] for half in reversed(halves)]
+    return torch.stack(order, 1).flatten(0, 2)
