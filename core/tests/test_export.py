@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from isthmus.cpu import launch
 from isthmus.layout import Layout
 from isthmus.registry import families, family
+from isthmus.testing import ranks
 from isthmus.testing.tiny import write_tiny
 
 pytestmark = pytest.mark.skipif("qwen3_next" not in families(), reason="needs the family qwen3_next")
@@ -111,9 +111,9 @@ def test_vocabulary_padding_is_zero_and_never_written(
 ) -> None:
     source = checkpoint("odd_vocab")
     layout = Layout(tp=2).resolved()
-    ranks = launch.run(2, padding, source, layout, tmp_path / "out", timeout=120)
-    assert [nonzero for rank in ranks for nonzero in rank[::2]] == [0] * 4
-    assert sum(rank[1] for rank in ranks) > 0, "no padding, nothing tested"
+    found = ranks.run(2, padding, source, layout, tmp_path / "out", timeout=120)
+    assert [nonzero for rank in found for nonzero in rank[::2]] == [0] * 4
+    assert sum(rank[1] for rank in found) > 0, "no padding, nothing tested"
     assert_same(tensors(tmp_path / "out"), tensors(source))
 
 
@@ -122,7 +122,7 @@ def test_a_tied_head_is_written_if_the_source_has_it(
     checkpoint: Callable[[str], Path], tmp_path: Path, variant: str
 ) -> None:
     source = checkpoint(variant)
-    launch.run(2, saved, source, Layout(pp=2).resolved(), tmp_path / "out", {}, timeout=120)
+    ranks.run(2, saved, source, Layout(pp=2).resolved(), tmp_path / "out", {}, timeout=120)
     found = tensors(tmp_path / "out")
     assert (HEAD in found) == (variant == "tied_with_head")
     assert_same(found, tensors(source))
@@ -139,7 +139,7 @@ def test_a_copy_that_has_drifted_is_refused(
     # The last stage has a copy of the embedding: for its MTP block, or as the head.
     fields = {} if mtp else {"mtp_num_layers": None}
     with pytest.raises(ValueError, match=r"different copies of embedding\.word_embeddings\.weight"):
-        launch.run(
+        ranks.run(
             2,
             drifted,
             checkpoint("tied"),
@@ -161,12 +161,12 @@ def test_a_head_that_is_tied_and_differs_is_refused(
     save_file(content, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text((checkpoint("tied") / "config.json").read_text())
     with pytest.raises(ValueError, match=r"lm_head\.weight differs from model\.embed_tokens\.weight"):
-        launch.run(1, loaded_bytes, tmp_path, Layout(), timeout=120)
+        ranks.run(1, loaded_bytes, tmp_path, Layout(), timeout=120)
 
 
 def test_files_are_cut_at_the_size_asked_for(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     source, out = checkpoint("default"), tmp_path / "out"
-    launch.run(2, saved, source, Layout(tp=2).resolved(), out, {"max_shard_size": "100KB"}, timeout=120)
+    ranks.run(2, saved, source, Layout(tp=2).resolved(), out, {"max_shard_size": "100KB"}, timeout=120)
     files = sorted(out.glob("*.safetensors"))
     index = json.loads((out / "model.safetensors.index.json").read_text())
     found = tensors(out)
@@ -188,7 +188,7 @@ def test_the_source_keeps_its_mtp_block_through_a_model_without(
     for passthrough in (True, False):
         out = tmp_path / str(passthrough)
         options = {"passthrough": passthrough}
-        launch.run(2, saved, source, Layout(pp=2).resolved(), out, options, timeout=120, mtp_num_layers=None)
+        ranks.run(2, saved, source, Layout(pp=2).resolved(), out, options, timeout=120, mtp_num_layers=None)
     expected = tensors(source)
     assert_same(tensors(tmp_path / "True"), expected)
     without = {name: tensor for name, tensor in expected.items() if not name.startswith("mtp.")}
@@ -204,7 +204,7 @@ def test_all_tensors_are_written_in_the_dtype_asked_for(
     checkpoint: Callable[[str], Path], tmp_path: Path, dtype: str
 ) -> None:
     source, out = checkpoint("fp32_a_log"), tmp_path / "out"
-    launch.run(1, saved, source, Layout(), out, {"dtype": dtype}, timeout=120, mtp_num_layers=None)
+    ranks.run(1, saved, source, Layout(), out, {"dtype": dtype}, timeout=120, mtp_num_layers=None)
     wanted = getattr(torch, dtype)
     assert_same(tensors(out), {name: tensor.to(wanted) for name, tensor in tensors(source).items()})
     assert json.loads((out / "config.json").read_text())["torch_dtype"] == dtype
@@ -213,7 +213,7 @@ def test_all_tensors_are_written_in_the_dtype_asked_for(
 def test_each_tensor_keeps_the_sources_dtype(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     source, out = checkpoint("fp32_a_log"), tmp_path / "out"
     layout = Layout(tp=2).resolved()
-    launch.run(2, saved, source, layout, out, {}, timeout=120, params_dtype=torch.float32)
+    ranks.run(2, saved, source, layout, out, {}, timeout=120, params_dtype=torch.float32)
     found = tensors(out)
     assert {tensor.dtype for tensor in found.values()} == {torch.float32, torch.bfloat16}
     assert_same(found, tensors(source))
@@ -222,7 +222,7 @@ def test_each_tensor_keeps_the_sources_dtype(checkpoint: Callable[[str], Path], 
 
 def test_a_dtype_that_is_none_is_refused(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="dtype must be source, float32, bfloat16 or float16, got 'fp8'"):
-        launch.run(1, saved, checkpoint("default"), Layout(), tmp_path / "out", {"dtype": "fp8"}, timeout=120)
+        ranks.run(1, saved, checkpoint("default"), Layout(), tmp_path / "out", {"dtype": "fp8"}, timeout=120)
 
 
 # Which rank
@@ -238,8 +238,8 @@ def test_a_stream_has_one_order_whoever_yields(
 ) -> None:
     source, layout = checkpoint(variant), layout.resolved()
     expected = {name: described(name, tensor) for name, tensor in tensors(source).items()}
-    everywhere = launch.run(layout.world_size, streamed, source, layout, ranks="all", timeout=120)
-    owned = launch.run(layout.world_size, streamed, source, layout, ranks="owner", timeout=120)
+    everywhere = ranks.run(layout.world_size, streamed, source, layout, ranks="all", timeout=120)
+    owned = ranks.run(layout.world_size, streamed, source, layout, ranks="owner", timeout=120)
     assert all(rank == everywhere[0] for rank in everywhere)
     assert sorted(everywhere[0]) == sorted(expected.values())
     assert sorted(line for rank in owned for line in rank) == sorted(expected.values()), "each has one owner"
@@ -250,7 +250,7 @@ def test_a_stream_has_one_order_whoever_yields(
 
 def test_ranks_are_all_or_owner(checkpoint: Callable[[str], Path]) -> None:
     with pytest.raises(ValueError, match="ranks must be 'all' or 'owner', got 'some'"):
-        launch.run(1, streamed, checkpoint("default"), Layout(), ranks="some", timeout=120)
+        ranks.run(1, streamed, checkpoint("default"), Layout(), ranks="some", timeout=120)
 
 
 # How much is read
@@ -261,11 +261,11 @@ def test_ranks_read_their_share(checkpoint: Callable[[str], Path]) -> None:
     sizes = {name: tensor.nbytes for name, tensor in tensors(source).items()}
     total = sum(sizes.values())
     experts = sum(size for name, size in sizes.items() if ".experts." in name)
-    whole = launch.run(1, loaded_bytes, source, Layout(), timeout=120)
+    whole = ranks.run(1, loaded_bytes, source, Layout(), timeout=120)
     assert whole == [total]
-    over_experts = launch.run(2, loaded_bytes, source, Layout(ep=2, dp=2), timeout=120)
+    over_experts = ranks.run(2, loaded_bytes, source, Layout(ep=2, dp=2), timeout=120)
     assert over_experts == [total - experts // 2] * 2
     for layout in (Layout(tp=2, ep=2).resolved(), Layout(tp=2, etp=2).resolved()):
-        divided = launch.run(2, loaded_bytes, source, layout, timeout=120, **NATIVE)
+        divided = ranks.run(2, loaded_bytes, source, layout, timeout=120, **NATIVE)
         assert max(divided) <= 0.52 * total, f"{divided} of {total} bytes"
         assert sum(divided) >= total

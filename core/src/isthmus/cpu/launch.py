@@ -130,7 +130,7 @@ def _locate(function: str | Callable[..., Any]) -> tuple[str, str | None, str]:
 def _start(rank: int, task: Task) -> tuple[BaseProcess, Connection]:
     """Fork one worker from the server, starting that first if need be; for a GPU, spawn it."""
     on_cpu = task.device == "cpu"
-    context = multiprocessing.get_context("forkserver" if on_cpu else "spawn")
+    context: Any = multiprocessing.get_context("forkserver" if on_cpu else "spawn")
     context.set_forkserver_preload(_preload)
     ours, theirs = context.Pipe()
     # Not a daemon: workers may start processes of their own. They end when their connection closes.

@@ -17,7 +17,7 @@ VARIABLE = "ISTHMUS_DEVICE"
 
 
 def device() -> str:
-    """ "cpu" or "cuda". ValueError where ISTHMUS_DEVICE is something else."""
+    """What ISTHMUS_DEVICE says: "cpu" (also where it is not set) or "cuda". ValueError: something else."""
     name = os.environ.get(VARIABLE) or "cpu"
     if name not in ("cpu", "cuda"):
         raise ValueError(f"{VARIABLE} must be cpu or cuda, got {name!r}")
@@ -50,6 +50,5 @@ def skip_unbuildable(overrides: Mapping[str, Any]) -> None:
         )
 
 
-def cpu_only[T](test: T) -> T:
-    """A test that runs on CPU whatever ISTHMUS_DEVICE says: skipped where that is cuda."""
-    return pytest.mark.skipif(device() == "cuda", reason="runs on CPU only")(test)
+# Of tests that run on CPU whatever ISTHMUS_DEVICE says.
+cpu_only = pytest.mark.skipif(device() == "cuda", reason="runs on CPU only")
