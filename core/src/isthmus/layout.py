@@ -59,7 +59,7 @@ class Layout:
             pp=parallel_state.get_pipeline_model_parallel_world_size(),
             vp=parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
             ep=parallel_state.get_expert_model_parallel_world_size(),
-            etp=parallel_state.get_expert_tensor_parallel_world_size(),
+            etp=parallel_state.get_expert_tensor_parallel_world_size() or 1,
             cp=parallel_state.get_context_parallel_world_size(),
             dp=parallel_state.get_data_parallel_world_size(),
         )
