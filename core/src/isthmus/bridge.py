@@ -140,10 +140,10 @@ class AutoBridge:
 
     def _fields(self, overrides: Mapping[str, Any]) -> dict[str, Any]:
         """The checkpoint's fields under `overrides`, and what follows from those."""
-        fields = {**self.megatron_fields, **self.choices, **overrides}
+        fields: dict[str, Any] = {**self.megatron_fields, **self.choices, **overrides}
         if "params_dtype" not in fields and self.folder is not None:
             fields["params_dtype"] = main_dtype(self.reader.tensors.values())
-        if "params_dtype" in fields:
+        if fields.get("params_dtype") is not None:
             fields |= {**dtype_fields(fields["params_dtype"]), **overrides}
         if fields.get("virtual_pipeline_model_parallel_size"):
             # With two stages, the previous and the next are one peer, and Megatron's batched default mixes up
@@ -175,14 +175,17 @@ class AutoBridge:
 
         Parameters whose source is wider than `params_dtype` (fp32 ones of a bf16 checkpoint) keep its dtype.
         `mixed_precision_wrapper` defaults to Megatron's Float16Module, with those put back after the cast.
+        ValueError where Transformer Engine, which `transformer_impl` asks for, is not installed.
         """
         from megatron.core.distributed import DistributedDataParallelConfig
         from megatron.core.process_groups_config import ProcessGroupCollection
 
+        from isthmus.backend import check_modules
         from isthmus.precision import exact_float16_module
         from isthmus.vocabulary import mask_padding
 
         config = copy.copy(model_config if model_config is not None else self.get_model_config())
+        check_modules(config.transformer)
         hooks = [_remember(config), self._keep_precision(config), mask_padding(config)]
         config.pre_wrap_hooks = [*config.pre_wrap_hooks, *hooks]
         config.finalize()

@@ -12,6 +12,7 @@ from isthmus.checkpoint.folder import WEIGHTS
 from isthmus.checkpoint.reader import CheckpointReader
 from isthmus.cpu import launch
 from isthmus.layout import Layout
+from isthmus.testing import ranks
 from isthmus.testing.tiny import write_tiny
 
 launch.preload("transformers.modeling_utils")
@@ -57,7 +58,7 @@ def export(megatron: Path, layout: Layout, out: Path, hf: Path | None = None, bu
 
 
 def run(layout: Layout, function, *args, **kwargs):
-    return launch.run(layout.world_size, function, *args, timeout=120, **kwargs)
+    return ranks.run(layout.world_size, function, *args, timeout=120, **kwargs)
 
 
 def same_tensors(first: Path, second: Path) -> bool:
@@ -96,6 +97,7 @@ def test_model_chunks_and_vocabulary_padding_do_not_reach_the_files(tmp_path: Pa
     assert same_tensors(source, tmp_path / "two")
 
 
+@ranks.cpu_only
 @pytest.mark.parametrize("delta_net", ["hosted", "megatron"])
 def test_megatrons_training_starts_from_an_import_and_its_checkpoint_is_exported(
     tmp_path: Path, delta_net: str

@@ -17,9 +17,9 @@ import torch
 
 from isthmus import cli
 from isthmus.bridge import AutoBridge
-from isthmus.cpu import launch
 from isthmus.layout import Layout
 from isthmus.names import live_tensors, unwrapped
+from isthmus.testing import ranks
 from isthmus.testing.tiny import write_tiny
 from isthmus.testing.verify import Request, verify
 from isthmus.weights import WeightMap, per
@@ -44,7 +44,8 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
 def proof(folder: Path, layout: Layout, request: Request, mistake: str = "none") -> dict[str, Any]:
     """The engine's document from workers in which `mistake` is made."""
     layout = layout.resolved()
-    documents = launch.run(layout.world_size, on_rank, folder, layout, request, mistake, timeout=120)
+    ranks.skip_unbuildable(request.overrides)
+    documents = ranks.run(layout.world_size, on_rank, folder, layout, request, mistake, timeout=120)
     return documents[0]
 
 
@@ -371,11 +372,7 @@ def test_a_norm_that_counts_copies_twice(checkpoints: Callable[[str], Path]) -> 
 # The command.
 
 
-@pytest.fixture(autouse=True)
-def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-
-
+@ranks.cpu_only
 def test_the_command_writes_the_contracts_document_and_a_page(
     checkpoints: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -399,6 +396,7 @@ def test_the_command_writes_the_contracts_document_and_a_page(
     assert "PASSED: qwen3_next, float32, 4 ranks" in capsys.readouterr().out
 
 
+@ranks.cpu_only
 def test_sections_that_were_not_asked_for_are_null(
     checkpoints: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -409,6 +407,7 @@ def test_sections_that_were_not_asked_for_are_null(
     assert document["forward"]["mtp"] is None
 
 
+@ranks.cpu_only
 def test_a_failed_check_is_exit_code_1_and_says_which(
     checkpoints: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -419,6 +418,7 @@ def test_a_failed_check_is_exit_code_1_and_says_which(
     assert "hidden states, from layer 0 on, differ by" in printed
 
 
+@ranks.cpu_only
 @pytest.mark.parametrize(
     ("words", "message"),
     [
