@@ -141,10 +141,11 @@ class AutoBridge:
     def _fields(self, overrides: Mapping[str, Any]) -> dict[str, Any]:
         """The checkpoint's fields under `overrides`, and what follows from those."""
         fields: dict[str, Any] = {**self.megatron_fields, **self.choices, **overrides}
+        dtype: torch.dtype | None = fields.get("params_dtype")
         if "params_dtype" not in fields and self.folder is not None:
-            fields["params_dtype"] = main_dtype(self.reader.tensors.values())
-        if fields.get("params_dtype") is not None:
-            fields |= {**dtype_fields(fields["params_dtype"]), **overrides}
+            dtype = fields["params_dtype"] = main_dtype(self.reader.tensors.values())
+        if dtype is not None:
+            fields |= {**dtype_fields(dtype), **overrides}
         if fields.get("virtual_pipeline_model_parallel_size"):
             # With two stages, the previous and the next are one peer, and Megatron's batched default mixes up
             # their messages without an error.
