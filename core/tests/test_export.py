@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -150,6 +151,25 @@ def test_a_copy_that_has_drifted_is_refused(
             **fields,
         )
     assert not (tmp_path / "out").exists()
+
+
+def test_a_tied_head_that_megatron_does_not_use_may_drift(
+    checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    # With an MTP block the last stage has the embedding itself, and the head beside it is never trained.
+    source, out = checkpoint("tied"), tmp_path / "out"
+    ranks.run(2, drifted, source, Layout(pp=2).resolved(), out, "output_layer.weight", timeout=120)
+    assert_same(tensors(out), tensors(source))
+
+
+def test_an_export_without_mtp_counts_no_mtp(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    source, out = tmp_path / "source", tmp_path / "out"
+    shutil.copytree(checkpoint("default"), source)
+    config = json.loads((source / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
+    (source / "config.json").write_text(json.dumps(config))
+    options = {"passthrough": False}
+    ranks.run(1, saved, source, Layout(), out, options, timeout=120, mtp_num_layers=None)
+    assert json.loads((out / "config.json").read_text()) == config | {"num_nextn_predict_layers": 0}
 
 
 def test_a_head_that_is_tied_and_differs_is_refused(

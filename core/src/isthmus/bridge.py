@@ -274,12 +274,13 @@ class AutoBridge:
         """
         from isthmus.checkpoint.save import config_changes, save
 
+        coverage = self.weight_map(model_config_of(model)).cover(self.keys)
         save(
             self,
             self._plan(model, dtype),
             Path(out_dir),
-            coverage=self.weight_map(model_config_of(model)).cover(self.keys),
-            config_changes=config_changes(self.config_text, as_dtype(dtype)),
+            coverage=coverage,
+            config_changes=config_changes(self.config_text, as_dtype(dtype), coverage, passthrough),
             max_shard_size=max_shard_size,
             overwrite=overwrite,
             passthrough=passthrough,

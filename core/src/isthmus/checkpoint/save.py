@@ -97,7 +97,11 @@ def _write(
             advance(tensor.nbytes)
     for name in copied:
         if error is None and name in writers:
-            tensor = source.reader.slice(name).to(copied[name])
+            try:
+                tensor = source.reader.slice(name).to(copied[name])
+            except (OSError, ValueError) as failure:
+                error = failure
+                continue
             error = _write_one(writers[name], name, tensor, None)
             advance(tensor.nbytes)
     for writer in dict.fromkeys(writers.values()):
@@ -169,10 +173,19 @@ def _files(owned: Mapping[int, list[OutputTensor]], max_shard_size: int) -> list
     return [_File(name, owner, tensors) for name, (owner, tensors) in zip(names, cut, strict=True)]
 
 
-def config_changes(text: str, dtype: torch.dtype | None) -> dict[str, Any]:
-    """What an export in another dtype changes in config.json."""
-    if dtype is None:
-        return {}
+def config_changes(
+    text: str, dtype: torch.dtype | None, coverage: Coverage, passthrough: bool
+) -> dict[str, Any]:
+    """What an export changes in config.json: its dtype, and the counts of what it leaves out."""
     raw = json.loads(text)
-    plain = str(dtype).removeprefix("torch.")
-    return {key: plain for key in ("torch_dtype", "dtype") if raw.get(key) not in (None, plain)}
+    sections = [
+        raw,
+        *(value for key, value in raw.items() if key.endswith("_config") and isinstance(value, dict)),
+    ]
+    changes: dict[str, Any] = {}
+    if dtype is not None:
+        plain = str(dtype).removeprefix("torch.")
+        changes |= {key: plain for key in ("torch_dtype", "dtype") if raw.get(key) not in (None, plain)}
+    if not passthrough:
+        changes |= {key: 0 for key in coverage.counts if any(section.get(key) for section in sections)}
+    return changes

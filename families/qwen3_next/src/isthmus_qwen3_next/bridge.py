@@ -19,6 +19,7 @@ from isthmus.weights import (
     swiglu,
     vocabulary,
 )
+from isthmus_qwen3_next.config import MTP_COUNTS
 
 # HF's delta net, parameter by parameter: hosted, they are Megatron's as they are.
 DELTA_NET = ("in_proj_qkvz.weight", "in_proj_ba.weight", "conv1d.weight", "A_log", "dt_bias", "norm.weight")
@@ -50,7 +51,9 @@ def weights(hf: HFConfig, keys: frozenset[str], model: Any) -> WeightMap:
     )
 
 
-_WITHOUT_MTP = passthrough("mtp.*", because="the model was built without its MTP block (mtp_num_layers=None)")
+_WITHOUT_MTP = passthrough(
+    "mtp.*", because="the model was built without its MTP block (mtp_num_layers=None)", counted_by=MTP_COUNTS
+)
 
 
 def _embeddings(hf: HFConfig, keys: frozenset[str]) -> list[Rule]:
