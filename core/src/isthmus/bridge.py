@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from isthmus import registry
-from isthmus.checkpoint.load import main_dtype
+from isthmus.checkpoint.dtypes import main_dtype, name_of, rounds
 from isthmus.config import HFConfig
 from isthmus.decoder import dtype_fields
 from isthmus.family import Family
@@ -203,7 +203,6 @@ class AutoBridge:
         """A pre-wrap hook that marks parameters whose source has a wider dtype than the checkpoint's own."""
 
         def mark(chunks: list[nn.Module]) -> list[nn.Module]:
-            from isthmus.checkpoint.load import rounds
             from isthmus.names import live_tensors
             from isthmus.precision import mark_param_dtype
 

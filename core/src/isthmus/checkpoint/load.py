@@ -1,7 +1,7 @@
 """HF -> Megatron: each rank reads just the slices that its parameters are made of, without any collective."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from isthmus.checkpoint.collector import collector_paused
+from isthmus.checkpoint.dtypes import main_dtype, name_of, rounds, same_bits
 from isthmus.checkpoint.place import Place
-from isthmus.checkpoint.reader import CheckpointReader, TensorInfo
+from isthmus.checkpoint.reader import CheckpointReader
 from isthmus.names import LiveTensor, live_tensors, unwrapped
 from isthmus.weights import Bound, Coverage, HFTensor, Rule, Run, WeightMap, collapse
 
@@ -62,7 +63,7 @@ def load(
         parameters=len(held),
         hf_tensors=len(coverage.loaded),
         bytes_read=reader.bytes_read - begin,
-        dtypes=dict(Counter(str(live.tensor.dtype).removeprefix("torch.") for live in held)),
+        dtypes=dict(Counter(name_of(live.tensor.dtype) for live in held)),
         passed_through=coverage.passed_through,
         dropped=coverage.dropped,
         shared={copy.name: bound.hf[0].name for bound in weights.megatron.values() for copy in bound.also},
@@ -109,14 +110,6 @@ class _Copier:
             )
 
 
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors have the same dtype, shape and bits; unlike `torch.equal`, NaN equals itself."""
-    if a.dtype != b.dtype or a.shape != b.shape:
-        return False
-    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
-    return torch.equal(a.contiguous().view(integers), b.contiguous().view(integers))
-
-
 def check(held: Sequence[LiveTensor], weights: WeightMap, reader: CheckpointReader, place: Place) -> Coverage:
     """What becomes of the checkpoint's tensors; ValueError lists why they cannot fill the tensors `held`."""
     coverage = weights.cover(reader.tensors)
@@ -152,7 +145,7 @@ def check(held: Sequence[LiveTensor], weights: WeightMap, reader: CheckpointRead
             if expected != found:
                 shapes.setdefault(f"is {found}, the model's config makes it {expected}", []).append(hf.name)
             elif rounds(info.dtype, live.tensor.dtype) and info.dtype != wanted:
-                dtypes = f"source is {_plain(info.dtype)}, parameter is {_plain(live.tensor.dtype)}"
+                dtypes = f"source is {name_of(info.dtype)}, parameter is {name_of(live.tensor.dtype)}"
                 rounded.setdefault(f"{dtypes}, and no rule allows the rounding", []).append(live.canonical)
             else:
                 right.add(kind)
@@ -169,20 +162,3 @@ def hf_shape(rule: Rule, source: int, local: tuple[int, ...], size: int) -> tupl
         return local
     dim = rule.dim or 0
     return (*local[:dim], rule.length(source, local[dim], size), *local[dim + 1 :])
-
-
-def rounds(source: torch.dtype, target: torch.dtype) -> bool:
-    """Whether some value of `source` has no exact counterpart in `target`."""
-    return torch.promote_types(source, target) != target
-
-
-def main_dtype(infos: Iterable[TensorInfo]) -> torch.dtype | None:
-    """The dtype of most of the checkpoint's bytes: rounding that to `params_dtype` is the user's choice."""
-    nbytes: Counter[torch.dtype] = Counter()
-    for info in infos:
-        nbytes[info.dtype] += info.nbytes
-    return nbytes.most_common(1)[0][0] if nbytes else None
-
-
-def _plain(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from isthmus.checkpoint.dtypes import name_of
 from isthmus.checkpoint.header import TensorInfo
 
 # Floats of a byte or less are codes wherever they stand; integers are where their name or a scale says so.
@@ -30,7 +31,7 @@ def refuse_quantised(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo
     by_dtype: dict[str, list[str]] = {}
     for name, info in tensors.items():
         if _is_code(name, info, tensors):
-            by_dtype.setdefault(str(info.dtype).removeprefix("torch."), []).append(name)
+            by_dtype.setdefault(name_of(info.dtype), []).append(name)
     if by_dtype:
         from isthmus.weights import collapse
 

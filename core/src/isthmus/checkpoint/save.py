@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from isthmus.checkpoint.collector import collector_paused
+from isthmus.checkpoint.dtypes import name_of
 from isthmus.checkpoint.export import ExportPlan
 from isthmus.checkpoint.folder import Staging, carry_side_files
 from isthmus.checkpoint.gather import agree, from_first
@@ -184,7 +185,7 @@ def config_changes(
     ]
     changes: dict[str, Any] = {}
     if dtype is not None:
-        plain = str(dtype).removeprefix("torch.")
+        plain = name_of(dtype)
         changes |= {key: plain for key in ("torch_dtype", "dtype") if raw.get(key) not in (None, plain)}
     if not passthrough:
         changes |= {key: 0 for key in coverage.counts if any(section.get(key) for section in sections)}
