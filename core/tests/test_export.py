@@ -91,6 +91,21 @@ def drifted(folder: Path, layout: Layout, target: Path, parameter: str, **fields
     bridge.save_hf_pretrained(model, target)
 
 
+def without_a_file(folder: Path, layout: Layout, target: Path) -> str:
+    """Save where the last rank cannot open its file; the error on this rank."""
+    from isthmus.checkpoint import save
+
+    def refuse(path: Path, tensors: object) -> None:
+        raise ValueError("no such file today")
+
+    bridge, model, _ = load(folder, layout)
+    if torch.distributed.get_rank() == layout.world_size - 1:
+        save.ShardWriter = refuse
+    with pytest.raises(ValueError, match="no such file today") as caught:
+        bridge.save_hf_pretrained(model, target)
+    return str(caught.value)
+
+
 def padding(folder: Path, layout: Layout, target: Path) -> list[int]:
     """(nonzero padding elements, padding rows) after the load; then it is soiled, and the model saved."""
     bridge, model, _ = load(folder, layout)
@@ -196,6 +211,15 @@ def test_files_are_cut_at_the_size_asked_for(checkpoint: Callable[[str], Path], 
     for file in files:
         assert sum(tensor.nbytes for tensor in load_file(file).values()) <= 100_000
     assert_same(found, tensors(source))
+
+
+def test_a_writer_that_refuses_on_one_rank_stops_all(
+    checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    layout = Layout(tp=2).resolved()
+    found = ranks.run(2, without_a_file, checkpoint("default"), layout, tmp_path / "out", timeout=120)
+    assert found == ["rank 1: no such file today", "no such file today"]
+    assert list(tmp_path.iterdir()) == []
 
 
 # MTP

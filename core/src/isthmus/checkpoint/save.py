@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from isthmus.checkpoint.collector import collector_paused
 from isthmus.checkpoint.dtypes import name_of
 from isthmus.checkpoint.export import ExportPlan
 from isthmus.checkpoint.folder import Staging, carry_side_files
@@ -23,6 +22,9 @@ from isthmus.checkpoint.writer import (
 from isthmus.config_text import write_config
 from isthmus.weights import Coverage, collapse
 
+# What stops one rank. The others are told before it is raised: none may wait for one that has given up.
+_FAILURES = (OSError, ValueError, LookupError)
+
 
 class _File(NamedTuple):
     """A file to come: the rank that writes it, and its tensors."""
@@ -32,7 +34,6 @@ class _File(NamedTuple):
     tensors: list[OutputTensor]
 
 
-@collector_paused()
 def save(
     source: Any,
     planned: ExportPlan,
@@ -90,7 +91,7 @@ def _write(
             if file.owner == planned.rank:
                 writer = ShardWriter(folder / file.name, file.tensors)
                 writers |= dict.fromkeys((tensor.name for tensor in file.tensors), writer)
-    except OSError as failure:
+    except _FAILURES as failure:
         error = failure
     for name, index, tensor in planned.pieces():
         if error is None:
@@ -100,7 +101,7 @@ def _write(
         if error is None and name in writers:
             try:
                 tensor = source.reader.slice(name).to(copied[name])
-            except (OSError, ValueError) as failure:
+            except _FAILURES as failure:
                 error = failure
                 continue
             error = _write_one(writers[name], name, tensor, None)
@@ -108,7 +109,7 @@ def _write(
     for writer in dict.fromkeys(writers.values()):
         try:
             writer.close(partial=error is not None)
-        except (OSError, ValueError) as failure:
+        except _FAILURES as failure:
             error = error or failure
     return error
 
@@ -116,7 +117,7 @@ def _write(
 def _write_one(writer: ShardWriter, name: str, tensor: torch.Tensor, index: int | None) -> Exception | None:
     try:
         writer.write(name, tensor, index)
-    except (OSError, ValueError) as failure:
+    except _FAILURES as failure:
         return failure
     return None
 
@@ -132,7 +133,7 @@ def _finish(
         text = write_config(source.config_text, dict(changes))
         (staging.path / "config.json").write_text(text, encoding="utf-8")
         staging.publish()
-    except (OSError, ValueError) as failure:
+    except _FAILURES as failure:
         return failure
     return None
 
