@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from isthmus.checkpoint.collector import collector_paused
 from isthmus.checkpoint.gather import (
     Exchange,
     Holding,
@@ -90,7 +89,6 @@ def _one_ahead[T](values: Iterable[T]) -> Iterator[T]:
     yield from current
 
 
-@collector_paused()
 def plan(
     held: Sequence[LiveTensor],
     model: Any,
