@@ -36,9 +36,7 @@ def places(mine: Place) -> list[Place]:
     """Every rank's place, by global rank."""
     if not dist.is_initialized():
         return [mine]
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, tuple(mine))
-    return [Place(*place) for place in found]
+    return [Place(*place) for place in from_all(tuple(mine))]
 
 
 def holdings(held: Iterable[LiveTensor], model: Any, mine: Place) -> dict[str, Holding]:
@@ -53,9 +51,7 @@ def holdings(held: Iterable[LiveTensor], model: Any, mine: Place) -> dict[str, H
     for group in (model.pg_collection.pp, model.pg_collection.ep):
         if group.size() == 1:
             continue
-        found: list[Any] = [None] * group.size()
-        dist.all_gather_object(found, own, group=group)
-        own = {}
+        found, own = from_all(own, group), {}
         for names in found:
             for name, holding in names.items():
                 known = own.setdefault(name, Holding(holding.shape, holding.dtype))
@@ -91,15 +87,20 @@ def check_copies(
         for live in held
         if len(stages[name := copy_of.get(live.canonical, live.canonical)]) > 1
     ]
-    found: list[Any] = [None] * group.size()
-    dist.all_gather_object(found, mine, group=group)
     digests: dict[str, set[str]] = {}
-    for copies in found:
+    for copies in from_all(mine, group):
         for name, digest in copies:
             digests.setdefault(name, set()).add(digest)
     drifted = [f"{name} (stages {sorted(stages[name])})" for name, kinds in digests.items() if len(kinds) > 1]
     message = f"pipeline stages hold different copies of {', '.join(drifted)}; they must be kept equal"
     agree(ValueError(message) if drifted else None)
+
+
+def from_all[T](own: T, group: Any = None) -> list[T]:
+    """The value of every rank of `group` (None: of all ranks), in rank order. Collective."""
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, own, group=group)
+    return found
 
 
 def agree(error: Exception | None) -> None:
@@ -108,11 +109,10 @@ def agree(error: Exception | None) -> None:
         if error:
             raise error
         return
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, str(error) if error else None)
+    messages = from_all(str(error) if error else None)
     if error:
         raise error
-    for rank, message in enumerate(found):
+    for rank, message in enumerate(messages):
         if message:
             raise ValueError(f"rank {rank}: {message}")
 

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from isthmus.checkpoint.dtypes import rounds, same_bits
 from isthmus.checkpoint.export import plan, stream
+from isthmus.checkpoint.gather import from_all
 from isthmus.checkpoint.reader import CheckpointReader
 from isthmus.names import live_tensors, unwrapped
 from isthmus.weights import WeightMap
@@ -16,7 +16,7 @@ from isthmus.weights import WeightMap
 
 def coverage(chunks: Sequence[nn.Module], weights: WeightMap, reader: CheckpointReader) -> dict[str, Any]:
     """The `coverage` section, for the model over all ranks; alike on every rank. Collective."""
-    held = sorted(set().union(*_from_all({live.canonical for live in live_tensors(chunks)})))
+    held = sorted(set().union(*from_all({live.canonical for live in live_tensors(chunks)})))
     found = weights.cover(reader.tensors)
     return {
         "hf_tensors": len(reader.tensors),
@@ -83,15 +83,8 @@ def round_trip(
         for live in held
         if isinstance(live.tensor, nn.Parameter) and live.tensor.dtype == torch.float32
     }
-    everyone = _from_all((exported, mismatched, rounded, wide))
+    everyone = from_all((exported, mismatched, rounded, wide))
     exported, mismatched, rounded, wide = (set().union(*kind) for kind in zip(*everyone, strict=True))
     mismatched |= weights.cover(reader.tensors).loaded - exported
     trip = {"tensors": len(exported), "bitwise_equal": not mismatched, "mismatched": sorted(mismatched)}
     return trip, {"fp32_params": sorted(wide), "rounded": sorted(rounded)}
-
-
-def _from_all[T](own: T) -> list[T]:
-    """Every rank's value. Collective."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, own)
-    return found
