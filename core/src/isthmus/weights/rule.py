@@ -42,14 +42,14 @@ class Rule:
     hf_parts: tuple[Parts, ...] = (_WHOLE,)
     parts: Parts = _WHOLE
     rows: Mapping[str, int] | None = None
-    padded: bool = (
-        False  # Megatron may hold more rows at the end (vocabulary padding): zeros, never in a file
-    )
-    also: tuple[
-        str, ...
-    ] = ()  # further HF tensors with the very same content (a tied head that the source repeats)
-    exported: bool = True  # False: a second Megatron copy of what another rule exports
-    indices: Mapping[str, Sequence[int]] = field(default_factory=dict)  # the values that {i} and {e} take
+    padded: bool = False
+    """Megatron may hold more rows at the end (vocabulary padding): zeros, never in a file."""
+    also: tuple[str, ...] = ()
+    """Further HF tensors with the very same content (a tied head that the source repeats)."""
+    exported: bool = True
+    """False: a second Megatron copy of what another rule exports."""
+    indices: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """The values that `{i}` and `{e}` take."""
 
     def __post_init__(self) -> None:
         held = [name for parts in self.hf_parts for name in parts.names]
@@ -106,9 +106,8 @@ class Rule:
 
 def _runs(shard: Iterable[Interval], hf_parts: Sequence[Parts], rows: Mapping[str, int]) -> Iterator[Run]:
     """Each interval of the shard, cut where the HF tensors interleave its part."""
-    places: dict[
-        str, list[tuple[int, int, int, int]]
-    ] = {}  # part -> (source, row in it, first row of part, length)
+    # part -> (source, row in it, first row of the part, length)
+    places: dict[str, list[tuple[int, int, int, int]]] = {}
     for source, parts in enumerate(hf_parts):
         position = 0
         for part, first, length in parts.intervals(rows):
@@ -127,13 +126,13 @@ def _merged(runs: Iterable[Run]) -> Iterator[Run]:
     """The same runs, neighbours that continue each other on both sides made one."""
     last: Run | None = None
     for run in runs:
-        if last and run == (last.source, last.hf_start + last.length, last.start + last.length, run.length):
+        if last and run[:3] == (last.source, last.hf_start + last.length, last.start + last.length):
             last = last._replace(length=last.length + run.length)
             continue
         if last:
             yield last
         last = run
-    if last and last.length:
+    if last:
         yield last
 
 
