@@ -120,6 +120,24 @@ def test_slices_are_views_of_one_map_and_outlive_the_reader(tmp_path):
         reader.slice("w")
 
 
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc")
+def test_a_reader_that_nobody_closes_leaves_no_file_open(tmp_path):
+    save_file({"w": torch.arange(3)}, tmp_path / "model.safetensors")
+
+    def opened() -> list[str]:
+        paths = map(os.path.realpath, Path("/proc/self/fd").iterdir())
+        return [path for path in paths if path.startswith(str(tmp_path))]
+
+    reader = CheckpointReader(tmp_path)
+    view = reader.slice("w")
+    del reader
+    held = opened()
+    assert view.tolist() == [0, 1, 2]
+    del view
+    assert len(held) <= 1, "the map's own, as long as a view of it lives"
+    assert opened() == []
+
+
 def test_a_write_to_a_view_never_reaches_the_file(tmp_path):
     save_file({"w": torch.zeros(64)}, tmp_path / "model.safetensors")
     before = (tmp_path / "model.safetensors").read_bytes()

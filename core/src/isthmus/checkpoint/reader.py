@@ -3,6 +3,7 @@
 No tensor is ever read whole unless it is asked for whole, and nothing is copied on the way.
 """
 
+import weakref
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -27,6 +28,7 @@ class CheckpointReader:
         self.tensors: Mapping[str, TensorInfo] = MappingProxyType(tensors)
         self.bytes_read = 0  # bytes of tensor data handed out by `slice`
         self._mapped: dict[str, MappedFile] = {}
+        self._let_go = weakref.finalize(self, _close, self._mapped)  # also where nobody calls `close`
         self._ahead: ReadAhead | None = None
         self._closed = False
 
@@ -91,8 +93,7 @@ class CheckpointReader:
     def close(self) -> None:
         """Lets the files go; views handed out stay valid."""
         self._closed = True
-        while self._mapped:
-            self._mapped.popitem()[1].close()
+        self._let_go()
 
     def __enter__(self) -> "CheckpointReader":
         return self
@@ -113,6 +114,11 @@ class CheckpointReader:
         if file not in self._mapped:
             self._mapped[file] = MappedFile(self.folder / file, self._files[file])
         return self._mapped[file]
+
+
+def _close(mapped: dict[str, MappedFile]) -> None:
+    while mapped:
+        mapped.popitem()[1].close()
 
 
 def _bounds(span: slice, dim: int, shape: list[int], info: TensorInfo) -> tuple[int, int]:
