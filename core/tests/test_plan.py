@@ -1,17 +1,17 @@
 """Layouts that cannot be: every reason is told, by name and with both numbers."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from isthmus.layout import Layout
-from isthmus.pipeline_layout import problems, stages
+from isthmus.pipeline_layout import as_text, problems, stages
 
 FIELDS = {
     "num_layers": 4,
     "num_attention_heads": 4,
     "num_query_groups": 2,
     "ffn_hidden_size": 64,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
     "vocab_size": 101,
 }
 MOE = FIELDS | {
@@ -45,6 +45,8 @@ def test_repetition_is_written_out(text: str, expected: list[str]) -> None:
         ("Ett|mttL", ["a decoder layer after an MTP layer"]),
         ("tEt|tLtm", ["begins with t and ends with m, not with E and L"]),
         ("Ett|ttmX", ["X has no meaning here"]),
+        ("|EttttmL", ["nothing on stage 0 of 0..1"]),
+        ("Ettttm|L", ["m (MTP layer) on stage 0; put it on the last one, 1"]),
     ],
 )
 def test_a_pipeline_layout_that_is_not_the_models_is_told_apart(text: str, said: list[str]) -> None:
@@ -54,17 +56,60 @@ def test_a_pipeline_layout_that_is_not_the_models_is_told_apart(text: str, said:
     assert Layout(pp=2, pipeline_layout=text).problems(FIELDS | {"mtp_num_layers": 1}) == found
 
 
+@pytest.mark.parametrize("text", ["Et|tttm|L", "Et||tttmL", "Ettt|tm|L"])
+def test_empty_stages_and_early_mtp_are_refused_where_all_else_fits(text: str) -> None:
+    (line,) = Layout(pp=3, pipeline_layout=text).problems(FIELDS | {"mtp_num_layers": 1})
+    assert "nothing on stage 1 of 0..2" in line or "m (MTP layer) on stage 1; put it on the last" in line
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        [["embedding", "decoder", "decoder"], ["decoder", "decoder", "mtp", "loss"]],
+        [
+            [SimpleNamespace(name=name) for name in stage]  # as Megatron's LayerType, an enum
+            for stage in (["embedding", "decoder", "decoder"], ["decoder", "decoder", "mtp", "loss"])
+        ],
+        SimpleNamespace(input_data="Ett|ttmL"),  # as Megatron's PipelineParallelLayerLayout
+    ],
+    ids=["names", "kinds", "object"],
+)
+def test_all_of_megatrons_forms_of_a_pipeline_layout_are_read(form: object) -> None:
+    assert as_text(form) == "Ett|ttmL"
+    fields = {"pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": form}
+    layout = Layout.of(FIELDS | fields)
+    assert layout == Layout(pp=2, sp=False, pipeline_layout="Ett|ttmL")
+    assert layout.problems(FIELDS | {"mtp_num_layers": 1}) == []
+
+
+def test_a_kind_of_layer_without_a_letter_is_named() -> None:
+    with pytest.raises(ValueError, match="encoder has no meaning here; use embedding, decoder, mtp, loss"):
+        as_text([["embedding", "encoder"], ["decoder", "loss"]])
+
+
+@pytest.mark.parametrize(
+    "uneven",
+    [
+        {"num_layers_in_first_pipeline_stage": 2},
+        {"num_layers_in_last_pipeline_stage": 2},
+        {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True},
+    ],
+)
+def test_megatrons_own_uneven_splits_are_left_to_megatron(uneven: dict) -> None:
+    assert Layout(pp=3).problems(FIELDS) != []
+    assert Layout(pp=3).problems(FIELDS | uneven) == []
+
+
 def test_every_axis_that_does_not_divide_is_named_at_once() -> None:
-    found = Layout(tp=4, pp=3, ep=4, etp=4, sp=True).problems(MOE | {"delta_net": "megatron"})
+    found = Layout(tp=4, pp=3, ep=4, etp=4, sp=True).problems(MOE)
     for words in (
         "6 shared-expert rows over tensor_model_parallel_size=4",
-        "2 delta-net key heads over tensor_model_parallel_size=4",
         "6 experts over expert_model_parallel_size=4",
         "6 expert rows over expert_tensor_parallel_size=4",
         "4 layers over pp x vp = 3 x 1",
     ):
         assert any(words in line for line in found), words
-    assert len(found) == 5
+    assert len(found) == 4
 
 
 def test_mlp_rows_matter_only_where_a_layer_has_an_mlp() -> None:

@@ -66,9 +66,12 @@ def test_torchruns_ranks_get_all_results(tmp_path: Path) -> None:
 
 
 def bridge(**fields: object) -> SimpleNamespace:
-    family = SimpleNamespace(name="sample", axes=frozenset({"tp", "sp", "pp"}))
+    family = SimpleNamespace(
+        axes=frozenset({"tp", "sp", "pp"}),
+        problems=lambda layout, fields: [f"{layout.tp} is odd"] if layout.tp % 2 and layout.tp > 1 else [],
+    )
     return SimpleNamespace(
-        family=family, megatron_fields={"num_layers": 4, "num_attention_heads": 4, **fields}
+        family=family, choices={}, megatron_fields={"num_layers": 4, "num_attention_heads": 4, **fields}
     )
 
 
@@ -80,9 +83,16 @@ def test_all_reasons_against_a_layout_come_at_once() -> None:
     with pytest.raises(ValueError, match="does not fit") as caught:
         model.check(bridge(), Layout(tp=3, cp=2, pp=3))
     message = str(caught.value)
-    assert "sample does not support cp=2 (it supports: tp sp pp)" in message
+    assert "does not support cp=2 (it supports: tp sp pp)" in message
+    assert "3 is odd" in message
     assert "cannot divide 4 attention heads over tensor_model_parallel_size=3" in message
     assert "cannot divide 4 layers" in message
+
+
+def test_an_uneven_split_by_megatrons_own_fields_fits() -> None:
+    with pytest.raises(ValueError, match="cannot divide 4 layers"):
+        model.check(bridge(), Layout(pp=3))
+    model.check(bridge(), Layout(pp=3), {"num_layers_in_first_pipeline_stage": 2})
 
 
 def rank_result(**outcome: object) -> dict:
@@ -113,7 +123,9 @@ def test_a_round_trip_passes_only_where_every_rank_found_equality(
     ranks = [rank_result(equal=2, missing=["freq"]), rank_result(**second)]
     monkeypatch.setattr(workers, "run", lambda *args: ranks)
     monkeypatch.setattr(model, "check", lambda *args: None)
-    monkeypatch.setattr("isthmus.bridge.AutoBridge.from_hf_pretrained", lambda path: None)
+    monkeypatch.setattr(
+        "isthmus.bridge.AutoBridge.from_hf_pretrained", lambda path: SimpleNamespace(folder=Path("in"))
+    )
     documents = []
     monkeypatch.setattr(roundtrip.output, "write_json", lambda args, document: documents.append(document))
     sizes = dict.fromkeys(("tp", "pp", "vp", "ep", "etp", "cp", "dp"), 1)

@@ -1,10 +1,11 @@
 """What a family package provides."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from isthmus.config import HFConfig
+from isthmus.layout import Layout
 from isthmus.testing.variant import Tiny
 from isthmus.weights import WeightMap
 
@@ -27,6 +28,8 @@ class Family:
     """``module:Class`` of the GPTModelConfig to build; imported only when a model is built."""
     axes: frozenset[str] = frozenset({"tp", "sp", "pp", "vp", "ep", "etp", "dp"})
     """The kinds of parallelism that are supported and tested."""
+    problems: Callable[[Layout, Mapping[str, Any]], list[str]] | None = None
+    """Why a layout cannot divide the parts that Megatron does not have, of a model of these config fields."""
     tiny: Tiny | None = None
     """Tiny checkpoints for tests, in the layout of the published ones."""
     mtp_reference: str | None = None

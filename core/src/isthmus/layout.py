@@ -2,9 +2,16 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from isthmus import pipeline_layout
+
+if TYPE_CHECKING:
+    from isthmus.family import Family
+
+AXES = ("tp", "sp", "pp", "vp", "ep", "etp", "cp", "dp")
+"""Every kind of parallelism, in the order in which they are written."""
+SIZES = tuple(axis for axis in AXES if axis != "sp")  # sp is on or off
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +33,7 @@ class Layout:
     pipeline_layout: str | None = None
 
     def __post_init__(self) -> None:
-        wrong = {name: getattr(self, name) for name in _SIZES if getattr(self, name) < 1}
+        wrong = {name: getattr(self, name) for name in SIZES if getattr(self, name) < 1}
         if wrong:
             raise ValueError(f"parallel sizes must be at least 1: {wrong}")
 
@@ -42,18 +49,24 @@ class Layout:
             etp=fields.get("expert_tensor_parallel_size") or (tp if fields.get("num_moe_experts") else 1),
             cp=fields.get("context_parallel_size") or 1,
             sp=fields.get("sequence_parallel", False),
-            pipeline_layout=fields.get("pipeline_model_parallel_layout"),
+            pipeline_layout=pipeline_layout.as_text(fields.get("pipeline_model_parallel_layout")),
         )
 
     @classmethod
     def current(cls) -> "Layout":
-        """The layout of Megatron's process groups. ValueError where they are not initialised."""
+        """The layout of Megatron's process groups. ValueError where they are not initialised.
+
+        The very layout whose `initialize` made them, else one of their sizes: they know no `pipeline_layout`.
+        """
         from megatron.core import parallel_state
 
         if not parallel_state.is_initialized():
             raise ValueError(
                 "Megatron's process groups are not initialised. Try: Layout(tp=..., pp=...).initialize()"
             )
+        group, made = _initialized
+        if made is not None and group is parallel_state.get_tensor_model_parallel_group():
+            return made
         return cls(
             tp=parallel_state.get_tensor_model_parallel_world_size(),
             pp=parallel_state.get_pipeline_model_parallel_world_size(),
@@ -66,12 +79,25 @@ class Layout:
 
     def unsupported(self, axes: frozenset[str]) -> list[str]:
         """The kinds of parallelism used here and not among a family's `axes`, one line each."""
-        used = {name: getattr(self, name) for name in _SIZES if getattr(self, name) > 1}
+        used: dict[str, Any] = {name: getattr(self, name) for name in SIZES if getattr(self, name) > 1}
+        if self.sequence_parallel:
+            used["sp"] = "on"
+        known = " ".join(axis for axis in AXES if axis in axes)
         return [
-            f"{name}={size} is not supported by this family (it has: {', '.join(sorted(axes))}); use {name}=1"
-            for name, size in used.items()
-            if name not in axes
+            f"the family does not support {axis}={value} (it supports: {known})"
+            for axis, value in used.items()
+            if axis not in axes
         ]
+
+    def misfits(self, family: "Family", fields: Mapping[str, Any]) -> list[str]:
+        """Every reason why the family's model with these Megatron config `fields` cannot be divided so."""
+        own = family.problems(self, fields) if family.problems is not None else []
+        return [*self.unsupported(family.axes), *self.problems(fields), *own]
+
+    def check(self, family: "Family", fields: Mapping[str, Any]) -> None:
+        """ValueError with all `misfits`; costs nothing, starts nothing."""
+        if lines := self.misfits(family, fields):
+            raise ValueError("this layout does not fit the model:" + "".join(f"\n  {line}" for line in lines))
 
     @property
     def world_size(self) -> int:
@@ -131,9 +157,11 @@ class Layout:
             create_gloo_process_groups=gloo,
         )
         model_parallel_cuda_manual_seed(seed)
+        global _initialized
+        _initialized = parallel_state.get_tensor_model_parallel_group(), self
 
     def problems(self, fields: Mapping[str, Any]) -> list[str]:
-        """Why a model with these Megatron config `fields` cannot be divided this way; empty where it can."""
+        """Why Megatron cannot divide a model with these config `fields` this way; empty where it can."""
         found = []
 
         def divide(what: str, count: int | None, by: str, size: int) -> None:
@@ -146,10 +174,6 @@ class Layout:
             found.append(f"cannot divide {groups} key/value heads over tensor_model_parallel_size={self.tp}")
         if _has_dense_layers(fields):
             divide("MLP rows", fields.get("ffn_hidden_size"), "tensor_model_parallel_size", self.tp)
-        if fields.get("delta_net") == "megatron":
-            for side in ("key", "value"):
-                heads = fields.get(f"linear_num_{side}_heads")
-                divide(f"delta-net {side} heads", heads, "tensor_model_parallel_size", self.tp)
         if not fields.get("should_pad_vocab", True):
             divide("vocabulary rows", fields.get("vocab_size"), "tensor_model_parallel_size", self.tp)
         divide(
@@ -165,16 +189,17 @@ class Layout:
         divide("expert rows", fields.get("moe_ffn_hidden_size"), "expert_tensor_parallel_size", self.etp)
         if experts is not None and self.tp > 1 and not self.sequence_parallel:
             found.append(
-                f"tp={self.tp} without sequence parallelism: Megatron refuses to train experts so; use --sp"
+                f"tp={self.tp} without sequence parallelism: Megatron refuses to train experts so;"
+                " set sequence_parallel=True (--sp)"
             )
         layers = fields["num_layers"]
         if self.pipeline_layout is not None:
             mtp = fields.get("mtp_num_layers") or 0
             found += pipeline_layout.problems(str(self.pipeline_layout), self.pp, self.vp, layers, mtp)
-        elif layers % (self.pp * self.vp):
+        elif layers % (self.pp * self.vp) and not any(fields.get(name) for name in _UNEVEN):
             found.append(
                 f"cannot divide {layers} layers over pp x vp = {self.pp} x {self.vp} stages;"
-                f" give an uneven split with --pipeline-layout"
+                f" give an uneven split: pipeline_model_parallel_layout (--pipeline-layout)"
             )
         if self.vp > 1 and self.pp == 1:
             found.append(f"vp={self.vp} needs pp > 1")
@@ -189,4 +214,11 @@ def _has_dense_layers(fields: Mapping[str, Any]) -> bool:
     return 0 in sparse if isinstance(sparse, list) else sparse > 1
 
 
-_SIZES = ("tp", "pp", "vp", "ep", "etp", "cp", "dp")
+_UNEVEN = (
+    *("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"),
+    *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
+)
+"""Config fields by which Megatron divides layers over stages otherwise than evenly, and checks them itself."""
+
+_initialized: tuple[Any, Layout | None] = (None, None)
+"""The tensor-parallel group that `Layout.initialize` made last, by which it is known again, and the layout."""

@@ -2,12 +2,28 @@
 
 ``"Ett|(tt|)*2tmL"``: E embedding, t decoder layer, m MTP layer, L loss, | next stage, ``x*3`` and ``(xy)*3``
 repeat, commas mean nothing. Stages count through all pipeline ranks, then through their next model chunks.
+Megatron takes lists of layer kinds too, ``[["embedding", "decoder"], ["decoder", "loss"]]``.
 """
 
 import re
 from collections.abc import Iterator
+from typing import Any
 
 KINDS = {"E": "embedding", "t": "decoder layer", "m": "MTP layer", "L": "loss"}
+LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}  # of Megatron's LayerType
+
+
+def as_text(layout: Any) -> str | None:
+    """Any of Megatron's forms of a layout as its string, None as None. ValueError names strange kinds."""
+    layout = getattr(layout, "input_data", layout)  # a PipelineParallelLayerLayout keeps what it was made of
+    if layout is None or isinstance(layout, str):
+        return layout
+    named = [[str(getattr(kind, "name", kind)) for kind in stage] for stage in layout]
+    if unknown := sorted({kind for stage in named for kind in stage} - LETTERS.keys()):
+        raise ValueError(
+            f"pipeline layout {layout}: {', '.join(unknown)} has no meaning here; use {', '.join(LETTERS)}"
+        )
+    return "|".join("".join(LETTERS[kind] for kind in stage) for stage in named)
 
 
 def stages(text: str) -> list[str]:
@@ -44,5 +60,9 @@ def _wrong(laid_out: list[str], pp: int, vp: int, num_layers: int, mtp_layers: i
         yield f"begins with {letters[0]} and ends with {letters[-1]}, not with E and L"
     if "t" in letters[letters.find("m") :] and "m" in letters:
         yield "a decoder layer after an MTP layer"
-    if sum("m" in stage for stage in laid_out) > 1:
-        yield "MTP layers on more than one stage"
+    if empty := [number for number, stage in enumerate(laid_out) if not stage]:
+        yield f"nothing on stage {', '.join(map(str, empty))} of 0..{len(laid_out) - 1}; each needs a layer"
+    if early := [number for number, stage in enumerate(laid_out[:-1]) if "m" in stage]:
+        # Megatron adds up the embedding's gradients over the first and the last stage, and MTP has a copy.
+        where, last = ", ".join(map(str, early)), len(laid_out) - 1
+        yield f"m (MTP layer) on stage {where}; put it on the last one, {last}: elsewhere it trains wrong"

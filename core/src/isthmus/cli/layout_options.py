@@ -2,14 +2,11 @@
 
 import argparse
 import sys
-from typing import TYPE_CHECKING
 
 from isthmus.cli.output import is_reporting_rank
+from isthmus.layout import SIZES, Layout
 
-if TYPE_CHECKING:
-    from isthmus.layout import Layout
-
-SIZES = {
+MEANING = {
     "tp": "tensor parallel ranks",
     "pp": "pipeline stages",
     "vp": "virtual stages (model chunks) per pipeline stage",
@@ -23,8 +20,9 @@ SIZES = {
 def add_layout_arguments(parser: argparse.ArgumentParser) -> None:
     """`--tp --pp --vp --ep --etp --cp --dp --sp/--no-sp --pipeline-layout`."""
     group = parser.add_argument_group("layout", "World size is tp x pp x cp x dp.")
-    for name, meaning in SIZES.items():
-        group.add_argument(f"--{name}", type=int, default=1, metavar="N", help=f"{meaning} (default: 1)")
+    for name in SIZES:
+        meaning = f"{MEANING[name]} (default: 1)"
+        group.add_argument(f"--{name}", type=int, default=1, metavar="N", help=meaning)
     group.add_argument(
         "--sp",
         action=argparse.BooleanOptionalAction,
@@ -38,10 +36,8 @@ def add_layout_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def layout(args: argparse.Namespace) -> "Layout":
+def layout(args: argparse.Namespace) -> Layout:
     """The resolved layout of the options; a note on stderr where dp had to be raised."""
-    from isthmus.layout import Layout
-
     asked = Layout(
         **{name: getattr(args, name) for name in SIZES}, sp=args.sp, pipeline_layout=args.pipeline_layout
     )

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from isthmus.bridge import AutoBridge
     from isthmus.layout import Layout
 
-SIZES = ("tp", "pp", "vp", "ep", "etp", "cp", "dp")
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -22,36 +21,24 @@ def add_dtype_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=DTYPES, help="dtype of the parameters (default: the checkpoint's)")
 
 
-def check(bridge: "AutoBridge", layout: "Layout") -> None:
-    """ValueError with every reason why the model cannot be divided so; costs nothing, starts nothing."""
-    if problems := [*_unsupported(bridge, layout), *layout.problems(bridge.megatron_fields)]:
-        raise ValueError("this layout does not fit the model:" + "".join(f"\n  {line}" for line in problems))
+def check(bridge: "AutoBridge", layout: "Layout", fields: Mapping[str, Any] | None = None) -> None:
+    """ValueError with every reason why the model cannot be divided so; costs nothing, starts nothing.
+
+    `fields` of the model config are what the user asked for.
+    """
+    layout.check(bridge.family, {**bridge.megatron_fields, **bridge.choices, **(fields or {})})
 
 
 def build(
     bridge: "AutoBridge", layout: "Layout", dtype: str | None = None, fields: Mapping[str, Any] | None = None
 ) -> list[Any]:
-    """The model chunks of this rank, weights not loaded; `fields` of the model config win."""
+    """The model chunks of this rank, weights not loaded, with these `fields` of the model config."""
     import torch
 
-    overrides = {**layout.config_overrides(), **(fields or {})}
+    overrides = {**(fields or {}), **layout.config_overrides()}
     if dtype is not None:
         overrides["params_dtype"] = getattr(torch, dtype)
     return bridge.build_model(bridge.get_model_config(**overrides))
-
-
-def _unsupported(bridge: "AutoBridge", layout: "Layout") -> list[str]:
-    """A line for each kind of parallelism that the family is not tested for."""
-    asked = {name: getattr(layout, name) for name in SIZES if getattr(layout, name) > 1}
-    if layout.sequence_parallel:
-        asked["sp"] = "on"
-    family = bridge.family
-    known = " ".join(axis for axis in ("tp", "sp", *SIZES[1:]) if axis in family.axes)
-    return [
-        f"family {family.name} does not support {axis}={value} (it supports: {known})"
-        for axis, value in asked.items()
-        if axis not in family.axes
-    ]
 
 
 def load(bridge: "AutoBridge", model: list[Any]) -> Any:

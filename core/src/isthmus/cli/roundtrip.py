@@ -4,6 +4,7 @@ Exit code 1 where a tensor of OUT_DIR is not the source's, bit for bit, or has n
 """
 
 import argparse
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,9 +29,15 @@ def run(args: argparse.Namespace) -> int:
     from isthmus.checkpoint.folder import check_target
 
     layout = layout_options.layout(args)
-    model.check(AutoBridge.from_hf_pretrained(args.hf_dir), layout)
-    check_target(args.out_dir, args.overwrite, sources=[Path(args.hf_dir)])
-    ranks = workers.run(layout, on_rank, layout, args.hf_dir, args.out_dir, args.overwrite)
+    bridge = AutoBridge.from_hf_pretrained(args.hf_dir)
+    source = Path(os.path.realpath(bridge.folder or args.hf_dir))
+    if source == Path(os.path.realpath(args.out_dir)):
+        raise ValueError(
+            f"OUT_DIR {args.out_dir} is HF_DIR itself, and would be compared with itself; choose another folder"
+        )
+    model.check(bridge, layout)
+    check_target(args.out_dir, args.overwrite, sources=[source])
+    ranks = workers.run(layout, on_rank, layout, source, args.out_dir, args.overwrite)
     document = {"layout": layout.as_dict(), "out_dir": str(args.out_dir), **_merged(ranks)}
     out = output.console(args)
     result = document["roundtrip"]
@@ -48,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     return 0 if document["passed"] else 1
 
 
-def on_rank(layout: "Layout", hf_dir: str, out_dir: Path, overwrite: bool) -> dict[str, Any]:
+def on_rank(layout: "Layout", hf_dir: Path, out_dir: Path, overwrite: bool) -> dict[str, Any]:
     """One rank's part of the round trip: its own outcome of everything."""
     import torch.distributed as dist
 

@@ -3,6 +3,7 @@
 from isthmus.family import Family
 from isthmus_qwen3_next.bridge import weights
 from isthmus_qwen3_next.config import megatron_config
+from isthmus_qwen3_next.layout import problems
 from isthmus_qwen3_next.tiny import TINY
 
 FAMILY = Family(
@@ -11,6 +12,7 @@ FAMILY = Family(
     model_config=megatron_config,
     weights=weights,
     config_class="isthmus_qwen3_next.model_config:Qwen3NextModelConfig",
+    problems=problems,
     tiny=TINY,
     mtp_reference="isthmus_qwen3_next.reference:multi_token_prediction",
 )

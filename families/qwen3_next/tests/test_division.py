@@ -1,0 +1,16 @@
+"""What a layout must divide in Qwen3-Next besides what it must in any model."""
+
+from isthmus.layout import Layout
+from isthmus_qwen3_next.family import FAMILY
+from isthmus_qwen3_next.layout import problems
+
+FIELDS = {"num_layers": 4, "num_attention_heads": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+
+
+def test_megatrons_delta_net_divides_its_heads_and_a_hosted_one_nothing() -> None:
+    native = FIELDS | {"delta_net": "megatron"}
+    assert problems(Layout(tp=2), native) == []
+    line = "cannot divide 2 delta-net key heads over tensor_model_parallel_size=4"
+    assert problems(Layout(tp=4), native) == [line]
+    assert line in Layout(tp=4).misfits(FAMILY, native)
+    assert Layout(tp=4).misfits(FAMILY, FIELDS) == []
