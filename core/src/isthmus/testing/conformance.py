@@ -39,12 +39,15 @@ LAYOUTS = (
     Layout(tp=4),
     Layout(pp=2),
     Layout(ep=2, dp=2),
+    Layout(ep=2, dp=4),  # experts have replicas too
     Layout(tp=2, etp=2),
     Layout(tp=2, pp=2, ep=2),
     Layout(pp=2, vp=2),
 )
 # Every variant goes through these two: one divides all tensors, the other all layers.
 DIVIDED, STAGED = Layout(tp=2, ep=2), Layout(pp=2)
+# Tied variants also go through one with a stage that has neither the embedding nor its copy.
+MIDDLE = Layout(pp=3)
 TIMEOUT = 120.0  # seconds for one trip, of which a loaded machine with one core needs 10
 
 type Trips = Callable[[Case], tuple[Path, list[Trip]]]
@@ -72,8 +75,10 @@ class FamilyTests:
         """All trips to make, by test id."""
         cases = [Case("default", layout, {}) for layout in LAYOUTS]
         cases.append(Case("default", Layout(dp=2), {}, ddp=True))
-        for name in cls.variants():
+        for name, variant in cls.variants().items():
             cases += [Case(name, DIVIDED, {}), Case(name, STAGED, {})]
+            if variant.config["tie_word_embeddings"]:
+                cases.append(Case(name, MIDDLE, {}))
         for overrides in cls.builds.values():
             cases += [Case("default", DIVIDED, overrides), Case("default", STAGED, overrides)]
         found = {}

@@ -52,6 +52,7 @@ VARIANTS = {
     "fused_experts": Variant(tiny_config(), fused_experts=True),
     "sharded": Variant(tiny_config(), shards=3),
     "fp32_a_log": Variant(tiny_config(), fp32=("*.linear_attn.A_log",)),
+    "fp32_norm": Variant(tiny_config(), fp32=("*.linear_attn.norm.weight",)),
 }
 
 # Where the usual, 0 and a size that keeps activations at 1, would not do. Decay is exp(-exp(A_log) dt), and
