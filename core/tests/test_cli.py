@@ -13,9 +13,11 @@ from types import ModuleType
 import pytest
 
 from isthmus import cli, registry
-from isthmus.cli import layout_options, workers
+from isthmus.cli import config_options, layout_options, workers
 from isthmus.cli.output import console, write_json
 from isthmus.cli.progress import progress
+from isthmus.cpu.launch import WorkerError
+from isthmus.layout import Layout
 
 Run = Callable[[argparse.Namespace], int]
 
@@ -97,10 +99,42 @@ def test_traceback_is_shown_on_request(
     assert "Traceback (most recent call last)" in capsys.readouterr().err
 
 
-def test_programming_errors_are_not_taken_for_wrong_requests(command: Callable[[Run], None]) -> None:
+def test_programming_errors_are_neither_wrong_requests_nor_failed_checks(
+    command: Callable[[Run], None], capsys: pytest.CaptureFixture[str]
+) -> None:
     command(raising(TypeError("a bug")))
-    with pytest.raises(TypeError, match="a bug"):
-        cli.main(["sample"])
+    assert cli.main(["sample"]) == 3
+    err = capsys.readouterr().err
+    assert "Traceback" in err
+    assert "TypeError: a bug" in err
+
+
+def test_a_worker_that_died_is_not_a_failed_check(
+    command: Callable[[Run], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    command(raising(WorkerError("1 of the workers failed\nrank 1: killed by SIGKILL")))
+    assert cli.main(["sample"]) == 3
+    assert capsys.readouterr().err == ("isthmus sample: 1 of the workers failed\nrank 1: killed by SIGKILL\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("tensor_model_parallel_size=2", "use --tp"),
+        ("pipeline_model_parallel_layout=Et|tL", "use --pipeline-layout"),
+        ("params_dtype=bfloat16", "use --dtype"),
+        ("calculate_per_token_loss=false", "the command sets this field itself"),
+    ],
+)
+def test_a_field_that_has_an_option_is_not_set_a_second_way(text: str, said: str) -> None:
+    with pytest.raises(ValueError, match=rf"--set {re.escape(text)[:20]}.*: {said}"):
+        config_options.fields(argparse.Namespace(fields=[text]))
+    fine = argparse.Namespace(fields=["moe_grouped_gemm=false", "delta_net=megatron"])
+    assert config_options.fields(fine) == {"moe_grouped_gemm": False, "delta_net": "megatron"}
+
+
+def test_every_layout_field_has_an_option() -> None:
+    assert Layout().config_overrides().keys() <= config_options.OWN.keys()
 
 
 @pytest.mark.parametrize("argv", [["nonsense"], [], ["families", "--nonsense"], ["sample", "--tp", "two"]])

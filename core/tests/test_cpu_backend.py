@@ -65,7 +65,7 @@ for pretence in pretences:
     with pretence:
         try:
             isthmus.cpu.install()
-        except RuntimeError as error:
+        except ValueError as error:
             print(error)
 print(torch.zeros is before, isthmus.cpu.is_installed())
 """

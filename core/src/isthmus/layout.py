@@ -218,7 +218,7 @@ _UNEVEN = (
     *("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"),
     *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
 )
-"""Config fields by which Megatron divides layers over stages otherwise than evenly, and checks them itself."""
+"""Config fields by which Megatron divides layers unevenly over stages, and which it checks itself."""
 
 _initialized: tuple[Any, Layout | None] = (None, None)
-"""The tensor-parallel group that `Layout.initialize` made last, by which it is known again, and the layout."""
+"""The layout that was initialised last, and its tensor-parallel group, by which it is known again."""

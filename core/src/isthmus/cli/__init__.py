@@ -3,7 +3,8 @@
 A command is one module of this package, named in COMMANDS (a trailing underscore keeps a keyword legal). Its
 docstring's first line is its help; `add_arguments(parser)` declares its options and `run(args)` does the work
 and returns 0 (all right) or 1 (a check failed). A wrong request is a ValueError, LookupError or OSError
-raised anywhere below: `main` prints its message and returns 2. Importing a module of this package does not
+raised anywhere below: `main` prints its message and returns 2. Anything else is a bug, or a worker that died:
+`main` prints where and returns 3. Importing a module of this package does not
 import torch.
 """
 
@@ -21,7 +22,7 @@ COMMANDS = ("families", "inspect", "plan", "tiny", "import_", "export", "roundtr
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns its exit code: 0 all right, 1 a check failed, 2 the request was wrong."""
+    """Run one command; its exit code: 0 all right, 1 a check failed, 2 the request was wrong, 3 it broke."""
     try:
         args = build_parser().parse_args(argv)
     except SystemExit as stop:  # argparse: 0 after --help and --version, 2 after a message of its own
@@ -37,6 +38,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
+    except Exception as error:
+        from isthmus.cpu.launch import WorkerError
+
+        if isinstance(error, WorkerError):  # its message has the tracebacks of the ranks
+            print(f"isthmus {args.command}: {error}", file=sys.stderr)
+        else:
+            traceback.print_exception(error)
+        return 3
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -44,7 +53,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="isthmus",
         description="Hugging Face checkpoints and Megatron-core training, joined.",
-        epilog="Exit codes: 0 all right, 1 a check failed, 2 the request was wrong.",
+        epilog="Exit codes: 0 all right, 1 a check failed, 2 the request was wrong, 3 it broke.",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"isthmus {__version__}")

@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import isthmus.cpu
 from isthmus.cli import model, output, workers
 
 if TYPE_CHECKING:
@@ -33,11 +34,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Tell the story while it happens; 1 where a check fails."""
+    from isthmus.checkpoint.folder import check_target
+
     if args.steps < 1:
         raise ValueError(f"--steps {args.steps}: at least one step is needed to see anything change")
-    if args.out is not None and args.out.exists() and any(args.out.iterdir()):
-        raise ValueError(f"--out {args.out}: is not empty; choose another folder")
+    if args.out is not None:
+        check_target(args.out)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the demo is the same everywhere; set before torch looks
+    isthmus.cpu.check_machine()
     family = _family(args.family)
     kept = nullcontext(args.out) if args.out else tempfile.TemporaryDirectory(prefix="isthmus-demo-")
     with kept as folder:

@@ -29,8 +29,10 @@ def run(
             f"  {torchrun_command(layout.world_size, torch.cuda.device_count(), sys.argv[1:])}\n"
             "or set CUDA_VISIBLE_DEVICES= (empty) to run on CPU"
         )
+    import isthmus.cpu
     from isthmus.cpu import launch
 
+    isthmus.cpu.check_machine()
     return launch.run(layout.world_size, on_rank, layout, function, args, timeout=timeout)
 
 

@@ -31,8 +31,8 @@ def install(skip: Iterable[str] = ()) -> None:
         skip: names of patches to leave out, to find those that a newer Megatron no longer needs.
 
     Raises:
-        RuntimeError: megatron is imported already, is not 0.19, or this machine has CUDA or Transformer
-        Engine. LookupError: `skip` names no patch. ValueError: installed before with another `skip`.
+        ValueError: megatron is imported already, is not 0.19, this machine has CUDA or Transformer Engine, or
+        it was installed before with another `skip`. LookupError: `skip` names no patch.
     """
     global _installed
     skip = frozenset(skip)
@@ -68,27 +68,35 @@ def install_training() -> None:
 
 
 def _refuse() -> None:
-    """RuntimeError where the backend would do harm: a GPU, another Megatron, or megatron imported already."""
-    import torch
-
+    """ValueError where the backend would do harm: see :func:`check_machine`, or megatron imported already."""
     if "megatron.core" in sys.modules:
-        raise RuntimeError(
+        raise ValueError(
             "isthmus.cpu.install() came after megatron.core was imported, which had bound CUDA functions. "
             "Call it before the first import of megatron"
         )
+    check_machine()
+
+
+def check_machine() -> None:
+    """ValueError, with what to do, where :func:`install` cannot work: a GPU, Transformer Engine, a Megatron.
+
+    For asking before worker processes are started; patches nothing.
+    """
+    import torch
+
     found = importlib.metadata.version("megatron-core")
     if not found.startswith(MEGATRON_VERSION + "."):
-        raise RuntimeError(
+        raise ValueError(
             f"isthmus.cpu knows megatron-core {MEGATRON_VERSION}, but {found} is installed. "
             f'Try: pip install "megatron-core=={MEGATRON_VERSION}.*"'
         )
     if torch.cuda.is_available():
-        raise RuntimeError(
+        raise ValueError(
             "isthmus.cpu.install() on a machine with CUDA would hide its GPUs: use Megatron as it is, "
             "or set CUDA_VISIBLE_DEVICES= to run on the CPU"
         )
     if importlib.util.find_spec("transformer_engine") is not None:
-        raise RuntimeError(
+        raise ValueError(
             "isthmus.cpu stands in for Transformer Engine, but transformer_engine is installed. "
-            "Use an environment without it"
+            "Use an environment without it for what runs on the CPU (isthmus plan, isthmus demo, ...)"
         )
