@@ -4,6 +4,19 @@ import argparse
 import ast
 from typing import Any
 
+OWN = {  # fields that the commands set themselves -> by which options
+    "tensor_model_parallel_size": "--tp",
+    "pipeline_model_parallel_size": "--pp",
+    "virtual_pipeline_model_parallel_size": "--vp",
+    "expert_model_parallel_size": "--ep",
+    "expert_tensor_parallel_size": "--etp",
+    "context_parallel_size": "--cp",
+    "sequence_parallel": "--sp or --no-sp",
+    "pipeline_model_parallel_layout": "--pipeline-layout",
+    "params_dtype": "--dtype",
+    "calculate_per_token_loss": None,
+    "perform_initialization": None,
+}
 PLAIN = {"true": True, "false": False, "none": None}
 
 
@@ -20,8 +33,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def fields(args: argparse.Namespace) -> dict[str, Any]:
-    """The fields by name. ValueError: not of the form FIELD=VALUE."""
-    return dict(_parse(text) for text in args.fields)
+    """The fields by name. ValueError: not of the form FIELD=VALUE, or a field that is set otherwise."""
+    found = dict(_parse(text) for text in args.fields)
+    for name in found.keys() & OWN.keys():
+        instead = f"use {OWN[name]}" if OWN[name] else "the command sets this field itself"
+        raise ValueError(f"--set {name}={found[name]}: {instead}")
+    return found
 
 
 def _parse(text: str) -> tuple[str, Any]:
