@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -270,6 +271,35 @@ def test_tiny_refuses_what_it_cannot_write(tmp_path: Path, capsys: pytest.Captur
     (tmp_path / "precious.txt").write_text("a")
     assert "is not empty" in refused(capsys, "tiny", "qwen3_next", tmp_path)
     assert content(tmp_path) == {"precious.txt": b"a"}
+
+
+def test_a_round_trip_onto_the_source_is_refused(
+    good: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = content(good)
+    (tmp_path / "link").symlink_to(good)
+    for out in (good, tmp_path / "link"):
+        assert "is HF_DIR itself" in refused(capsys, "roundtrip", good, out, "--overwrite")
+    assert content(good) == before
+
+
+@pytest.mark.parametrize("command", ["plan", "demo"])
+def test_commands_on_the_cpu_say_that_transformer_engine_is_in_the_way(
+    command: str, good: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "transformer_engine.py").touch()
+    words = ["plan", str(good)] if command == "plan" else ["demo", "--steps", "1"]
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    run = subprocess.run(
+        [sys.executable, "-m", "isthmus", *words],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert run.returncode == 2
+    assert "transformer_engine is installed. Use an environment without it" in run.stderr
+    assert "Traceback" not in run.stderr
 
 
 def die_in_mid_write(folder: Path, layout: Layout, target: Path, overwrite: bool) -> None:

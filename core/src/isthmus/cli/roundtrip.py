@@ -33,7 +33,8 @@ def run(args: argparse.Namespace) -> int:
     source = Path(os.path.realpath(bridge.folder or args.hf_dir))
     if source == Path(os.path.realpath(args.out_dir)):
         raise ValueError(
-            f"OUT_DIR {args.out_dir} is HF_DIR itself, and would be compared with itself; choose another folder"
+            f"OUT_DIR {args.out_dir} is HF_DIR itself, and would be compared with itself;"
+            " choose another folder"
         )
     model.check(bridge, layout)
     check_target(args.out_dir, args.overwrite, sources=[source])
