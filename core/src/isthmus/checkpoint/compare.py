@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from isthmus.checkpoint.load import same_bits
+from isthmus.checkpoint.dtypes import same_bits
 from isthmus.checkpoint.reader import CheckpointReader
 
 RELEASE = 1 << 30  # bytes compared before their pages are let go, so that memory stays flat

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from isthmus.bridge import model_config_of
-from isthmus.checkpoint.load import main_dtype
+from isthmus.checkpoint.dtypes import main_dtype
 from isthmus.testing import audit, comparison, gradients, training_step
 from isthmus.testing.batch import random_batch
 from isthmus.weights import collapse
