@@ -2,7 +2,8 @@
 
 Megatron's own builder runs on the meta device, for one rank of each pipeline stage; the stage's other ranks
 hold tensors of the same shapes. No weights are read and no memory is taken. torch's "fake" process group lets
-one process be any rank. Megatron keeps groups in globals: call :func:`plan` in a process of its own.
+one process be any rank. Megatron keeps groups in globals: call :func:`plan` in a process of its own, with
+`isthmus.cpu` installed (a worker of `isthmus.cpu.launch`).
 """
 
 import re
@@ -101,16 +102,15 @@ def _as_rank(layout: Layout, rank: int) -> Iterator[None]:
 
 
 def _build(bridge: AutoBridge, config: Any) -> list[Any]:
-    """The rank's model chunks without storage. ValueError where Megatron refuses."""
-    current_device = torch.cuda.current_device
-    torch.cuda.current_device = lambda: torch.device("meta")  # Megatron's modules ask it where to be
+    """The rank's model chunks without storage. ValueError where Megatron refuses.
+
+    Megatron's modules ask CUDA where to be; `isthmus.cpu` has it answer torch's default device.
+    """
     try:
         with torch.device("meta"):
             return bridge.build_model(config)
     except AssertionError as error:
         raise ValueError(f"Megatron refuses this model on this layout: {error}") from error
-    finally:
-        torch.cuda.current_device = current_device
 
 
 def _cover(

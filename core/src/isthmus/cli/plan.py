@@ -4,11 +4,11 @@ Works from a config.json alone. Exit code 1 where the layout does not fit or a t
 """
 
 import argparse
-import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import isthmus.cpu
 from isthmus.cli import config_options, layout_options, output
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ GIB = 1 << 30
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Source, layout, and fields of the model."""
-    parser.add_argument("source", metavar="HF_DIR", type=Path, help="checkpoint folder, or a config.json")
+    parser.add_argument("source", metavar="HF_DIR", help="checkpoint folder, config.json, or hub id")
     layout_options.add_layout_arguments(parser)
     parser.add_argument(
         "--mtp",
@@ -32,21 +32,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Plan HF_DIR at the layout; 1 where something does not fit."""
-    layout, bridge = layout_options.layout(args), _bridge(args.source)
-    overrides = config_options.fields(args)
+    layout, source, overrides = layout_options.layout(args), _source(args.source), config_options.fields(args)
+    bridge = _bridge(source)
     if args.mtp is not None:
+        if "mtp_num_layers" in overrides:
+            raise ValueError("--mtp/--no-mtp and --set mtp_num_layers say the same; give one of them")
         overrides["mtp_num_layers"] = (bridge.megatron_fields["mtp_num_layers"] or 1) if args.mtp else None
     document: dict[str, Any] = {
         "model_type": bridge.hf_config.model_type,
         "layout": layout.as_dict(),
         "world_size": layout.world_size,
         "stages": [],
-        "problems": layout.unsupported(bridge.family.axes),
+        "problems": layout.misfits(bridge.family, {**bridge.megatron_fields, **overrides}),
     }
-    document["problems"] += layout.problems({**bridge.megatron_fields, **overrides})
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # nothing is computed
+    isthmus.cpu.check_machine()
     if not document["problems"]:
         try:
-            document |= _plan(layout, args.source, overrides)
+            document |= _plan(layout, source, overrides)
         except ValueError as error:
             document["problems"] = [str(error)]
     document["passed"] = not document["problems"]
@@ -56,24 +59,40 @@ def run(args: argparse.Namespace) -> int:
     return 0 if document["passed"] else 1
 
 
+def _source(asked: str) -> Path:
+    """The folder or config.json; of a hub id, config.json alone is downloaded. FileNotFoundError: neither."""
+    path = Path(asked)
+    if path.exists():
+        return path
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(hf_hub_download(asked, "config.json"))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
+        raise FileNotFoundError(
+            f"{asked} is neither a folder nor a config.json here, and the hub gives no config.json of that"
+            f" name: {error}"
+        ) from error
+
+
 def _bridge(source: Path) -> "AutoBridge":
     """Bound to the checkpoint, or to the config where there are no weights."""
+    from isthmus import registry
     from isthmus.bridge import AutoBridge, read_config
+    from isthmus.config import HFConfig
 
-    if source.is_file():
-        return AutoBridge.from_hf_config(json.loads(source.read_text(encoding="utf-8")))
-    if not source.is_dir():
-        raise FileNotFoundError(f"{source} is neither a folder nor a config.json")
-    if any(source.glob("*.safetensors")):
+    if source.is_dir() and any(source.glob("*.safetensors")):
         return AutoBridge.from_hf_pretrained(source)
-    return AutoBridge.from_hf_config(json.loads(read_config(source)))
+    text = read_config(source) if source.is_dir() else source.read_text(encoding="utf-8")
+    config = HFConfig.from_text(text)
+    return AutoBridge(registry.family(config.model_type), config)
 
 
 def _plan(layout: "Layout", source: Path, overrides: dict[str, Any]) -> dict[str, Any]:
     """The plan, made in a process of its own."""
     from isthmus.cpu import launch
 
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # nothing is computed
     return launch.run(1, on_rank, layout, source, overrides)[0]
 
 
