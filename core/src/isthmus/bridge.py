@@ -130,10 +130,7 @@ class AutoBridge:
             raise LookupError(
                 f"{config_class.__name__} and TransformerConfig have no field {', '.join(unknown)}"
             )
-        layout = Layout.of(fields)
-        problems = layout.unsupported(self.family.axes) + layout.problems(fields)
-        if problems:
-            raise ValueError("this model cannot be divided so:\n  " + "\n  ".join(problems))
+        Layout.of(fields).check(self.family, fields)
         try:
             transformer = TransformerConfig(**{k: v for k, v in fields.items() if k in of_transformer})
         except AssertionError as error:
@@ -184,7 +181,8 @@ class AutoBridge:
 
         Parameters whose source is wider than `params_dtype` (fp32 ones of a bf16 checkpoint) keep its dtype.
         `mixed_precision_wrapper` defaults to Megatron's Float16Module, with those put back after the cast.
-        ValueError where Transformer Engine, which `transformer_impl` asks for, is not installed.
+        ValueError where Transformer Engine, which `transformer_impl` asks for, is not installed, where
+        Megatron refuses the config, and where its parallel sizes are not those of Megatron's process groups.
         """
         from megatron.core.distributed import DistributedDataParallelConfig
         from megatron.core.process_groups_config import ProcessGroupCollection
@@ -195,9 +193,14 @@ class AutoBridge:
 
         config = copy.copy(model_config if model_config is not None else self.get_model_config())
         check_modules(config.transformer)
+        if pg_collection is None:
+            _check_groups(config.transformer)
         hooks = [_remember(config), self._keep_precision(config), mask_padding(config)]
         config.pre_wrap_hooks = [*config.pre_wrap_hooks, *hooks]
-        config.finalize()
+        try:
+            config.finalize()
+        except AssertionError as error:
+            raise ValueError(f"Megatron refuses this configuration: {error}") from error
         if wrap_with_ddp and ddp_config is None:
             ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
         return config.get_builder_cls()(config).build_distributed_models(
@@ -320,10 +323,14 @@ class AutoBridge:
         """Write a torch_dist checkpoint that `megatron.training --load` starts from; returns a `LoadReport`.
 
         Collective; atomic. Loads the weights into `model`, or into one built for Megatron's process groups.
+        ValueError, before either, where `megatron_dir` is not empty and not to be overwritten.
         """
+        from isthmus.checkpoint.folder import check_target
+        from isthmus.checkpoint.gather import from_first
         from isthmus.checkpoint.torch_dist import write
 
         self.reader  # noqa: B018 - no weights is an error before a model is built
+        from_first(lambda: check_target(megatron_dir, overwrite, sources=self._folders()))
         chunks = self._built(model, {})
 
         def fill() -> Any:
@@ -344,13 +351,21 @@ class AutoBridge:
         `save_options` are those of `save_hf_pretrained`. ValueError where tensors are to be passed through
         and this bridge knows them from the Megatron folder only, which does not hold them.
         """
+        from isthmus.checkpoint.folder import check_target
+        from isthmus.checkpoint.gather import from_first
         from isthmus.checkpoint.torch_dist import check_export, found_fields, read
 
+        sources = [*self._folders(), Path(megatron_dir)]
+        from_first(lambda: check_target(out_dir, save_options.get("overwrite", False), sources=sources))
         chunks = self._built(model, found_fields(megatron_dir) if model is None else {})
         coverage = self.weight_map(model_config_of(chunks)).cover(self.keys)
-        check_export(self, coverage, Path(out_dir), save_options)
+        check_export(self, coverage, save_options)
         read(chunks, Path(megatron_dir))
         self.save_hf_pretrained(chunks, out_dir, **save_options)
+
+    def _folders(self) -> list[Path]:
+        """The source's folder, which no output may take away."""
+        return [] if self.folder is None else [self.folder]
 
     def _built(self, model: Sequence[nn.Module] | None, fields: Mapping[str, Any]) -> list[nn.Module]:
         """The chunks given, or new ones for Megatron's process groups as they are initialised."""
@@ -424,6 +439,18 @@ def model_config_of(model: Sequence[nn.Module]) -> Any:
 
     inner = unwrapped(model[0])
     return getattr(inner, "isthmus_model_config", inner.config)
+
+
+def _check_groups(transformer: Any) -> None:
+    """ValueError where the config's sizes are not those of Megatron's process groups."""
+    asked, made = Layout.of(vars(transformer)), Layout.current()
+    names = ("tp", "pp", "cp", "ep", "etp") if transformer.num_moe_experts else ("tp", "pp", "cp")
+    if wrong := [name for name in names if getattr(asked, name) != getattr(made, name)]:
+        sizes = ", ".join(f"{name}={getattr(asked, name)} and {name}={getattr(made, name)}" for name in wrong)
+        raise ValueError(
+            f"the model config and Megatron's process groups differ: {sizes}. Make both of one Layout:"
+            " layout.initialize() and get_model_config(**layout.config_overrides())"
+        )
 
 
 def _remember(model_config: Any) -> Callable[[list[nn.Module]], list[nn.Module]]:

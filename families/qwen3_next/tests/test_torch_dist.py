@@ -180,6 +180,84 @@ def test_a_folder_with_files_in_it_is_refused_before_weights_are_read(source: Pa
     assert [path.name for path in tmp_path.iterdir()] == ["note.txt"]
 
 
+def import_another_builders_model(hf: Path, megatron: Path) -> None:
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    from isthmus.bridge import AutoBridge
+
+    Layout().initialize()
+    bridge = AutoBridge.from_hf_pretrained(hf)
+    config = bridge.get_model_config(mtp_num_layers=None)
+    config.finalize()
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    model = config.get_builder_cls()(config).build_distributed_models(groups, wrap_with_ddp=False)
+    bridge.import_ckpt(megatron, model)
+
+
+def test_a_model_of_another_builder_is_imported_and_its_own_config_written(tmp_path: Path) -> None:
+    source = tiny(tmp_path / "source", "default", dtype=torch.float32)
+    run(Layout(), import_another_builders_model, source, tmp_path / "megatron")
+    words = (tmp_path / "megatron" / "megatron_args.txt").read_text().split()
+    assert "--mtp-num-layers" not in words
+    assert "--spec" in words
+    run(Layout(), export, tmp_path / "megatron", Layout(), tmp_path / "out", source)
+    assert same_tensors(source, tmp_path / "out")
+
+
+def test_the_arguments_are_those_of_the_model_built(source: Path, tmp_path: Path) -> None:
+    layout, fields = Layout(), {"moe_aux_loss_coeff": 0.25, "moe_grouped_gemm": False}
+    run(layout, import_, source, layout, tmp_path / "megatron", **fields)
+    words = (tmp_path / "megatron" / "megatron_args.txt").read_text().split()
+    assert words[words.index("--moe-aux-loss-coeff") + 1] == "0.25"
+    assert "--moe-grouped-gemm" not in words
+
+
+def import_as_initialised(hf: Path, megatron: Path, layout: Layout) -> int:
+    from isthmus.bridge import AutoBridge
+
+    layout.initialize()
+    bridge = AutoBridge.from_hf_pretrained(hf)
+    bridge.import_ckpt(megatron)
+    chunks = bridge._built(None, {})
+    return sum(len(chunk.module.decoder.layers) for chunk in chunks)
+
+
+def test_an_import_without_a_model_keeps_the_pipeline_layout(source: Path, tmp_path: Path) -> None:
+    layout = Layout(pp=2, pipeline_layout="Ettt|tmL")
+    assert run(layout, import_as_initialised, source, tmp_path / "megatron", layout) == [3, 1]
+
+
+def build_for_other_groups(hf: Path, layout: Layout, **fields) -> None:
+    from isthmus.bridge import AutoBridge
+
+    layout.initialize()
+    bridge = AutoBridge.from_hf_pretrained(hf)
+    bridge.build_model(bridge.get_model_config(**fields))
+
+
+def test_a_config_for_other_process_groups_is_refused_with_both_sizes(source: Path) -> None:
+    with pytest.raises(ValueError, match=r"process groups differ: pp=2 and pp=1\. Make both of one Layout"):
+        run(Layout(), build_for_other_groups, source, Layout(), pipeline_model_parallel_size=2)
+
+
+def save_two_dtypes(folder: Path) -> torch.dtype:
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    from isthmus.checkpoint.torch_dist import found_fields
+
+    Layout().initialize()
+    tensors = {f"small.{i}": torch.zeros(2) for i in range(4)} | {"large": torch.zeros(99).bfloat16()}
+    state = {name: ShardedTensor.from_rank_offsets(name, tensor) for name, tensor in tensors.items()}
+    folder.mkdir()
+    dist_checkpointing.save(state, str(folder))
+    return found_fields(folder)["params_dtype"]
+
+
+def test_a_saved_models_dtype_is_that_of_most_bytes(tmp_path: Path) -> None:
+    assert run(Layout(), save_two_dtypes, tmp_path / "saved") == [torch.bfloat16]
+
+
 def test_a_failed_import_leaves_nothing(source: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="parameter is bfloat16, and no rule allows the rounding"):
         run(Layout(), import_rounding, source, tmp_path / "megatron")

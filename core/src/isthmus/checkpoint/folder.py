@@ -132,7 +132,7 @@ def _refuse(target: Path, overwrite: bool, sources: Sequence[Path]) -> None:
     if present and not overwrite:
         few = ", ".join(present[:3]) + (", ..." if len(present) > 3 else "")
         raise ValueError(
-            f"{target} is not empty ({few}); choose another folder or ask for overwrite (--overwrite)"
+            f"{target} is not empty ({few}); choose another folder or ask for overwrite=True (--overwrite)"
         )
     for source in sources:
         if target in Path(os.path.realpath(source)).parents:

@@ -57,8 +57,8 @@ def describe(bridge: Any, config: Any, staging: Staging) -> list[str]:
     from isthmus.checkpoint.megatron_arguments import arguments
 
     folder = staging.path
-    fields = {**bridge.megatron_fields, "params_dtype": config.transformer.params_dtype}
-    fields["mtp_num_layers"] = config.transformer.mtp_num_layers
+    built = {**vars(config.transformer), **vars(config)}
+    fields = {name: built[name] for name in {**bridge.megatron_fields, "params_dtype": None}}
     spec = getattr(config, "spec_argument", config.transformer_layer_spec)
     words = arguments(fields, spec if hasattr(spec, "__name__") else None)
     _write(folder / TRACKER, RELEASE)

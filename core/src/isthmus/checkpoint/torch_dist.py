@@ -3,17 +3,20 @@
 Everything here is collective. What surrounds the tensors is :mod:`isthmus.checkpoint.megatron_folder`.
 """
 
+import copy
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from isthmus.checkpoint.dtypes import main_dtype, rounds
 from isthmus.checkpoint.folder import Staging
 from isthmus.checkpoint.gather import agree, from_first
-from isthmus.checkpoint.load import rounds
+from isthmus.checkpoint.header import TensorInfo
 from isthmus.checkpoint.manifest import Manifest
 from isthmus.checkpoint.megatron_folder import RELEASE, describe, latest
 from isthmus.names import unwrapped
@@ -31,7 +34,7 @@ def write(
     Atomic: all of it or nothing. ValueError, before anything is read, where `target` is not empty and not to
     be overwritten.
     """
-    config = unwrapped(chunks[0]).isthmus_model_config
+    config = _whole_config(bridge, chunks)
     staged: list[Staging] = []  # on the first rank
 
     def stage() -> Path:
@@ -64,40 +67,55 @@ def read(chunks: Sequence[nn.Module], folder: Path) -> None:
     path = str(latest(folder))
     content: Any = dist_checkpointing.load_content_metadata(path) or {}  # a dict, unlike its annotation
     states = _sharded(chunks, content)
-    _check(_sharded(chunks, content), saved_tensors(folder), path)
+    saved = {name: info.dtype for name, info in saved_tensors(folder).items()}
+    _check(_sharded(chunks, content), saved, path)
     loaded: Any = dist_checkpointing.load(states, path)
     for key, chunk in zip(states, chunks, strict=True):
         unwrapped(chunk).load_state_dict(loaded[key], strict=False)  # absent: extra state only, see _check
 
 
-def check_export(bridge: Any, coverage: Coverage, target: Path, options: Mapping[str, Any]) -> None:
-    """Raise now, on every rank, what the export would raise at its end: ValueError or OSError."""
+def check_export(bridge: Any, coverage: Coverage, options: Mapping[str, Any]) -> None:
+    """ValueError now, on every rank, where the export would not have the data to copy at its end."""
     absent = sorted(coverage.passed_through) if options.get("passthrough", True) else []
     if absent and isinstance(bridge.reader, Manifest):
         raise ValueError(
             f"the model does not hold {', '.join(collapse(absent))}, and {bridge.reader.folder} remembers"
-            " them by name only; give the HF checkpoint to copy them from (--hf), or leave them out"
-            " (--no-passthrough)"
+            " them by name only; give the HF checkpoint to copy them from (hf=..., --hf), or leave them out"
+            " (passthrough=False, --no-passthrough)"
         )
-    from_first(lambda: Staging(target, options.get("overwrite", False)).discard())
 
 
-def saved_tensors(folder: str | Path) -> dict[str, torch.dtype]:
-    """Names and dtypes of the model's tensors in a Megatron folder's newest checkpoint."""
+def saved_tensors(folder: str | Path) -> dict[str, TensorInfo]:
+    """The model's tensors in a Megatron folder's newest checkpoint, by name; where they lie is left out."""
     from megatron.core import dist_checkpointing
 
-    saved: dict[str, Any] = dist_checkpointing.load_tensors_metadata(str(latest(folder)))
-    return {name: tensor.dtype for name, tensor in saved.items() if not name.startswith(BESIDES)}
+    path = str(latest(folder))
+    saved: dict[str, Any] = dist_checkpointing.load_tensors_metadata(path)
+    found = {}
+    for name, tensor in saved.items():
+        if not name.startswith(BESIDES):
+            shape = tuple(tensor.global_shape)
+            found[name] = TensorInfo(name, tensor.dtype, shape, path, 0, prod(shape) * tensor.dtype.itemsize)
+    return found
 
 
 def found_fields(folder: str | Path) -> dict[str, Any]:
     """Config fields that the saved tensors tell: their dtype, and no MTP block where none was saved."""
     saved = saved_tensors(folder)
-    dtypes = list(saved.values())
-    fields: dict[str, Any] = {"params_dtype": max(set(dtypes), key=dtypes.count)}
+    fields: dict[str, Any] = {"params_dtype": main_dtype(saved.values())}
     if not any(name.startswith("mtp.") for name in saved):
         fields["mtp_num_layers"] = None
     return fields
+
+
+def _whole_config(bridge: Any, chunks: Sequence[nn.Module]) -> Any:
+    """The chunks' model config; another builder's chunks have a TransformerConfig, put into the bridge's."""
+    inner: Any = unwrapped(chunks[0])
+    if hasattr(inner, "isthmus_model_config"):
+        return inner.isthmus_model_config
+    config = copy.copy(bridge.get_model_config(params_dtype=inner.config.params_dtype))
+    config.transformer = inner.config
+    return config
 
 
 def _save(chunks: Sequence[nn.Module], common: Mapping[str, Any], path: Path) -> None:

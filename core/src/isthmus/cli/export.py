@@ -43,11 +43,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Export MEGATRON_DIR; OUT_DIR appears in one rename when everything is written."""
+    from isthmus.checkpoint.folder import check_target
+
     layout = layout_options.layout(args)
-    model.check(_bridge(args.megatron_dir, args.hf), layout)
-    options = {name: getattr(args, name) for name in ("dtype", "passthrough", "overwrite", "max_shard_size")}
     fields = config_options.fields(args)
-    ranks = workers.run(layout, on_rank, layout, args.megatron_dir, args.out_dir, args.hf, fields, options)
+    bridge = _bridge(args.megatron_dir, args.hf)
+    source = None if args.hf is None else bridge.folder
+    model.check(bridge, layout, fields)
+    sources = [args.megatron_dir] if source is None else [args.megatron_dir, source]
+    check_target(args.out_dir, args.overwrite, sources=sources)
+    options = {name: getattr(args, name) for name in ("dtype", "passthrough", "overwrite", "max_shard_size")}
+    ranks = workers.run(layout, on_rank, layout, args.megatron_dir, args.out_dir, source, fields, options)
     output.console(args).print(
         f"{ranks[0]['model_type']}: {args.megatron_dir} exported to {args.out_dir}"
         f" on {layout.world_size} ranks"
@@ -68,7 +74,7 @@ def on_rank(
     layout: "Layout",
     megatron_dir: Path,
     out_dir: Path,
-    hf_dir: str | None,
+    hf_dir: Path | None,
     fields: dict[str, Any],
     options: dict[str, Any],
 ) -> dict[str, Any]:
@@ -89,7 +95,7 @@ def on_rank(
     }
 
 
-def _bridge(megatron_dir: Path, hf_dir: str | None) -> "AutoBridge":
+def _bridge(megatron_dir: Path, hf_dir: str | Path | None) -> "AutoBridge":
     """Bound to the given checkpoint, else to the one that MEGATRON_DIR was imported from."""
     from isthmus.bridge import AutoBridge
 

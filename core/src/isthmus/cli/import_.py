@@ -27,11 +27,13 @@ def run(args: argparse.Namespace) -> int:
     from isthmus.checkpoint.folder import check_target
 
     layout = layout_options.layout(args)
-    model.check(AutoBridge.from_hf_pretrained(args.hf_dir), layout)
-    check_target(args.megatron_dir, args.overwrite, sources=[Path(args.hf_dir)])
     fields = config_options.fields(args)
+    bridge = AutoBridge.from_hf_pretrained(args.hf_dir)
+    source = bridge.folder or Path(args.hf_dir)
+    model.check(bridge, layout, fields)
+    check_target(args.megatron_dir, args.overwrite, sources=[source])
     ranks = workers.run(
-        layout, on_rank, layout, args.hf_dir, args.megatron_dir, args.dtype, fields, args.overwrite
+        layout, on_rank, layout, source, args.megatron_dir, args.dtype, fields, args.overwrite
     )
     report = ranks[0]["report"]
     output.console(args).print(
@@ -57,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
 
 def on_rank(
     layout: "Layout",
-    hf_dir: str,
+    hf_dir: Path,
     megatron_dir: Path,
     dtype: str | None,
     fields: dict[str, Any],
