@@ -184,6 +184,20 @@ def test_json_file_leaves_stdout_to_people(
     assert "not markup" not in capsys.readouterr().err
 
 
+def test_json_is_standard_whatever_the_numbers(
+    command: Callable[[Run], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = {"a": [float("nan"), 1.5], "b": {"c": float("inf"), "d": -float("inf")}}
+    command(lambda args: write_json(args, found) or 0)
+    assert cli.main(["sample", "--json", "-"]) == 0
+
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} is not JSON")
+
+    document = json.loads(capsys.readouterr().out, parse_constant=refuse)
+    assert document == {"a": ["nan", 1.5], "b": {"c": "inf", "d": "-inf"}}
+
+
 def test_json_that_cannot_be_written_is_refused_before_the_command_runs(
     command: Callable[[Run], None], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -45,7 +45,8 @@ def python(code: str) -> subprocess.CompletedProcess:
 
 
 def test_importing_the_package_imports_no_torch_and_no_megatron():
-    code = "import sys, isthmus.cpu; print(sorted(m for m in ('torch', 'megatron') if m in sys.modules))"
+    code = "import sys, isthmus; isthmus.cpu.install\n"
+    code += "print(sorted(m for m in ('torch', 'megatron') if m in sys.modules))"
     assert python(code).stdout.strip() == "[]"
 
 

@@ -127,22 +127,6 @@ def test_stacked_rows_and_strided_tensors_arrive_whole(tmp_path, monkeypatch):
     assert_holds(tmp_path / "x", {name: tensor.detach() for name, tensor in tensors.items()})
 
 
-def test_two_writers_of_one_file_make_the_file_of_one(tmp_path):
-    stack, single = random_tensor(torch.bfloat16, (4, 3, 8)), random_tensor(torch.float32, (5,))
-    files = declared({"stack": stack, "single": single})
-    with ShardWriter(tmp_path / "one", files) as writer:
-        writer.write("stack", stack)
-        writer.write("single", single)
-    first, second = (ShardWriter(tmp_path / "two", files) for _ in range(2))
-    for row in range(4):
-        (first if row % 2 else second).write("stack", stack[row], index=row)
-    second.write("single", single)
-    assert first.missing() == ["stack[0]", "stack[2]", "single"]
-    first.close(partial=True)
-    second.close(partial=True)
-    assert (tmp_path / "two").read_bytes() == (tmp_path / "one").read_bytes()
-
-
 def test_what_was_never_written_is_named_at_close(tmp_path):
     files = [OutputTensor(f"a.{n}.w", torch.float32, (2,)) for n in range(4)]
     files.append(OutputTensor("s", torch.float32, (3, 2)))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from isthmus._version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from isthmus import cpu as cpu
     from isthmus.bridge import AutoBridge as AutoBridge
     from isthmus.family import Family as Family
     from isthmus.hosting.module import HostedModule as HostedModule
@@ -25,18 +26,23 @@ _HOME = {
     "mark_param_dtype": "isthmus.precision",
 }
 
+_SUBMODULES = frozenset({"cpu"})  # `isthmus.cpu.install()` after `import isthmus` alone
+
 __all__ = [
     "AutoBridge",
     "Family",
     "HostedModule",
     "Layout",
     "__version__",
+    "cpu",
     "enforce_marked_param_dtypes",
     "mark_param_dtype",
 ]
 
 
 def __getattr__(name: str) -> Any:
+    if name in _SUBMODULES:
+        return import_module(f"isthmus.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'isthmus' has no attribute {name!r}")
     return getattr(import_module(_HOME[name]), name)

@@ -304,7 +304,7 @@ class AutoBridge:
             self._plan(model, dtype),
             Path(out_dir),
             coverage=coverage,
-            config_changes=config_changes(self.config_text, as_dtype(dtype), coverage, passthrough),
+            config_changes=config_changes(as_dtype(dtype), coverage, passthrough),
             max_shard_size=max_shard_size,
             overwrite=overwrite,
             passthrough=passthrough,

@@ -9,8 +9,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-REMOVED = object()  # as a new value: the field is taken out
-
 # Spellings of one field. A change may use any of them and lands in the one that the source uses.
 SPELLINGS = (frozenset({"dtype", "torch_dtype"}),)
 
@@ -27,12 +25,12 @@ class _Field:
     end: int
 
 
-def write_config(source_text: str, changes: Mapping[str, Any]) -> str:
+def write_config(source_text: str, changes: Mapping[str, Any], *, only_stated: bool = False) -> str:
     """The source's config.json with `changes`: the very same text where all values are already those.
 
     A plain name changes the field wherever the source states it: at the top level and in sections named
     `*_config`, except `quantization_config`. A dotted name (`text_config.dtype`) changes that one field. What
-    the source does not state is added at the end of its object; `REMOVED` takes a field out.
+    the source does not state is added at the end of its object, or left so with `only_stated`.
 
     Raises:
         LookupError: a dotted name whose section the source does not have.
@@ -41,12 +39,10 @@ def write_config(source_text: str, changes: Mapping[str, Any]) -> str:
     for name, value in changes.items():
         path = tuple(name.split("."))
         found = [field for field in _fields(text) if _meant(field.path, path)]
-        if not found and value is not REMOVED:
+        if not found and not only_stated:
             text = _with(text, path, value)
         for field in reversed(found):  # from the end, so that earlier positions stay true
-            if value is REMOVED:
-                text = _without(text, field)
-            elif json.dumps(json.loads(text[field.value : field.end])) != json.dumps(value):
+            if json.dumps(json.loads(text[field.value : field.end])) != json.dumps(value):
                 margin = _margin(text, field.start)
                 text = text[: field.value] + _dumped(value, margin, len(field.path)) + text[field.end :]
     return text
@@ -97,15 +93,6 @@ def _with(text: str, path: tuple[str, ...], value: Any) -> str:
     margin = _margin(text, last.start)
     member = f"{json.dumps(path[-1])}: {_dumped(value, margin, len(path))}"
     return f"{text[: last.end]},{margin if margin else ' '}{member}{text[last.end :]}"
-
-
-def _without(text: str, field: _Field) -> str:
-    """The text less a member, and less the comma that parted it from its neighbour."""
-    after = _skip(text, field.end)
-    if text[after] == ",":
-        return text[: field.start] + text[_skip(text, after + 1) :]
-    before = text[: field.start].rstrip()
-    return before.removesuffix(",") + text[field.end :]
 
 
 def _margin(text: str, start: int) -> str:

@@ -81,6 +81,24 @@ def other_files(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize(
+    ("variant", "line"),
+    [
+        ("tied", "output_layer.weight is model.embed_tokens.weight"),
+        ("tied_with_head", "lm_head.weight is model.embed_tokens.weight"),
+    ],
+)
+def test_an_import_says_what_a_tied_head_is(
+    tmp_path: Path, variant: str, line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_tiny(FAMILY, tmp_path / "hf", variant)
+    report = tmp_path / "import.json"
+    words = ["import", str(tmp_path / "hf"), str(tmp_path / "megatron"), "--json", str(report)]
+    assert cli.main(words) == 0
+    assert line in " ".join(capsys.readouterr().out.split())
+    assert json.loads(report.read_text())["shared"] == dict([line.split(" is ")])
+
+
+@pytest.mark.parametrize(
     ("into", "out_of"), [(("--tp", "2"), ("--pp", "2")), (("--pp", "2"), ("--tp", "2"))], ids=str
 )
 def test_the_export_is_the_source_bit_for_bit_and_file_for_file(

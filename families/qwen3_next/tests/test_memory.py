@@ -26,9 +26,9 @@ SIZES = {
     "shared_expert_intermediate_size": 512,
 }
 LEAST = 100e6  # bytes of the checkpoint
-# Of the checkpoint, in anonymous memory: a copy of it all would be 1. Loading copies from mapped files into the
-# parameters. Exporting writes from the parameters, or from a tensor that is put together while its parts are
-# there: twice the embedding, which is a quarter of this checkpoint.
+# Of the checkpoint, in anonymous memory: a copy of it all would be 1. Loading copies from mapped files into
+# the parameters. Exporting writes from the parameters, or from a tensor that is put together while its parts
+# are there: twice the embedding, which is a quarter of this checkpoint.
 LOAD, EXPORT = 0.1, 0.5
 
 

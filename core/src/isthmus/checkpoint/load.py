@@ -25,7 +25,7 @@ class LoadReport:
     dtypes: dict[str, int] = field(default_factory=dict)  # dtype of the Megatron tensors -> how many
     passed_through: dict[str, str] = field(default_factory=dict)  # name -> reason
     dropped: dict[str, str] = field(default_factory=dict)
-    shared: dict[str, str] = field(default_factory=dict)  # name -> the tensor that has the same content
+    shared: dict[str, str] = field(default_factory=dict)  # see :func:`shared`
 
 
 def load(
@@ -65,8 +65,19 @@ def load(
         dtypes=dict(Counter(name_of(live.tensor.dtype) for live in held)),
         passed_through=coverage.passed_through,
         dropped=coverage.dropped,
-        shared={copy.name: bound.hf[0].name for bound in weights.megatron.values() for copy in bound.also},
+        shared=shared(weights),
     )
+
+
+def shared(weights: WeightMap) -> dict[str, str]:
+    """Name -> the HF tensor that has the same content: a tied head, by its HF name where the files repeat it.
+
+    Where they do not, by Megatron's name: only some layouts hold it, and it is not exported.
+    """
+    bounds = weights.megatron.values()
+    repeated = {copy.name: bound.hf[0].name for bound in bounds for copy in bound.also}
+    own = {name: bound.hf[0].name for name, bound in weights.megatron.items() if not bound.rule.exported}
+    return repeated or own
 
 
 class _Copier:

@@ -1,6 +1,5 @@
 """Writing an HF folder: each owner its own files, in a staging folder that becomes the target at once."""
 
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -130,7 +129,7 @@ def _finish(
         write_index(staging.path, {file.name: file.tensors for file in files})
         if source.folder is not None:
             carry_side_files(source.folder, staging)
-        text = write_config(source.config_text, dict(changes))
+        text = write_config(source.config_text, changes, only_stated=True)
         (staging.path / "config.json").write_text(text, encoding="utf-8")
         staging.publish()
     except _FAILURES as failure:
@@ -175,19 +174,7 @@ def _files(owned: Mapping[int, list[OutputTensor]], max_shard_size: int) -> list
     return [_File(name, owner, tensors) for name, (owner, tensors) in zip(names, cut, strict=True)]
 
 
-def config_changes(
-    text: str, dtype: torch.dtype | None, coverage: Coverage, passthrough: bool
-) -> dict[str, Any]:
-    """What an export changes in config.json: its dtype, and the counts of what it leaves out."""
-    raw = json.loads(text)
-    sections = [
-        raw,
-        *(value for key, value in raw.items() if key.endswith("_config") and isinstance(value, dict)),
-    ]
-    changes: dict[str, Any] = {}
-    if dtype is not None:
-        plain = name_of(dtype)
-        changes |= {key: plain for key in ("torch_dtype", "dtype") if raw.get(key) not in (None, plain)}
-    if not passthrough:
-        changes |= {key: 0 for key in coverage.counts if any(section.get(key) for section in sections)}
-    return changes
+def config_changes(dtype: torch.dtype | None, coverage: Coverage, passthrough: bool) -> dict[str, Any]:
+    """What an export changes where config.json states it: its dtype, and the counts of what it leaves out."""
+    changes: dict[str, Any] = {} if dtype is None else {"dtype": name_of(dtype)}
+    return changes if passthrough else changes | dict.fromkeys(coverage.counts, 0)

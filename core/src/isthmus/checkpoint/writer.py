@@ -68,7 +68,7 @@ class ShardWriter:
     """One safetensors file; a context manager. Tensors may come in any order, stacked ones row by row.
 
     In the file they have the order given, unless a dtype would come to lie unaligned: then wider dtypes
-    come first. Several processes may write one file, each its own tensors or rows.
+    come first.
     """
 
     def __init__(self, path: str | Path, tensors: Sequence[OutputTensor]) -> None:
@@ -93,10 +93,7 @@ class ShardWriter:
         self.size += self._data
         self._fd: int | None = None
         try:
-            # Not truncated: another process may be writing its part of the same file.
-            self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT, 0o666)
-            if os.fstat(self._fd).st_size > self.size:
-                os.ftruncate(self._fd, self.size)
+            self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
         except OSError as error:
             raise self._failure(error, "the file") from error
         self._put(memoryview(header), 0, "the header")
@@ -138,7 +135,7 @@ class ShardWriter:
         return names
 
     def close(self, partial: bool = False) -> None:
-        """Closes the file; ValueError naming what was never written, unless others write the rest."""
+        """Closes the file; ValueError naming what was never written, unless an error ended it early."""
         if self._fd is None:
             return
         fd, self._fd = self._fd, None

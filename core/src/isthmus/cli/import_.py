@@ -38,7 +38,9 @@ def run(args: argparse.Namespace) -> int:
     report = ranks[0]["report"]
     output.console(args).print(
         f"{ranks[0]['model_type']}: {report.hf_tensors} tensors loaded on {layout.world_size} ranks,"
-        f" {len(report.passed_through)} left to an export to copy, {len(report.dropped)} dropped\n"
+        f" {len(report.passed_through)} left to an export to copy, {len(report.dropped)} dropped"
+        + "".join(f", {name} is {source}" for name, source in report.shared.items())
+        + "\n"
         f"start a run with: $(cat {args.megatron_dir}/megatron_args.txt) --load {args.megatron_dir}"
     )
     document = {
@@ -48,6 +50,7 @@ def run(args: argparse.Namespace) -> int:
         "loaded": report.hf_tensors,
         "passed_through": sorted(report.passed_through),
         "dropped": report.dropped,
+        "shared": report.shared,
         "parameters_per_rank": [rank["report"].parameters for rank in ranks],
         "bytes_read_per_rank": [rank["report"].bytes_read for rank in ranks],
         "peak_rss_mb_per_rank": [rank["peak_rss_mb"] for rank in ranks],

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import os
 import sys
 from pathlib import Path
@@ -24,13 +25,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def check_destination(args: argparse.Namespace) -> None:
     """FileNotFoundError or IsADirectoryError where `--json` cannot be written, before any work is done."""
-    if args.json in (None, "-"):
-        return
-    file = Path(args.json)
+    if args.json not in (None, "-"):
+        check_file("--json", Path(args.json))
+
+
+def check_file(option: str, file: Path) -> None:
+    """FileNotFoundError or IsADirectoryError where the file that `option` names cannot be written."""
     if file.is_dir():
-        raise IsADirectoryError(f"--json {file}: is a folder; give the name of a file")
+        raise IsADirectoryError(f"{option} {file}: is a folder; give the name of a file")
     if not file.parent.is_dir():
-        raise FileNotFoundError(f"--json {file}: there is no folder {file.parent}")
+        raise FileNotFoundError(f"{option} {file}: there is no folder {file.parent}")
 
 
 def is_reporting_rank() -> bool:
@@ -59,12 +63,24 @@ def table(*columns: str, right: tuple[str, ...] = (), title: str | None = None) 
 
 
 def write_json(args: argparse.Namespace, document: dict[str, Any]) -> None:
-    """Write `document` where `--json` says; nothing without it and on ranks other than 0."""
+    """Write `document` where `--json` says; nothing without it and on ranks other than 0.
+
+    JSON has no NaN and no infinity: they are written as the strings "nan", "inf" and "-inf".
+    """
     if args.json is None or not is_reporting_rank():
         return
-    text = json.dumps(document, indent=2) + "\n"
+    text = json.dumps(_standard(document), indent=2, allow_nan=False) + "\n"
     if args.json == "-":
         sys.stdout.write(text)
         sys.stdout.flush()
     else:
         Path(args.json).write_text(text, encoding="utf-8")
+
+
+def _standard(value: Any) -> Any:
+    """The value with strings for the numbers that JSON does not have."""
+    if isinstance(value, dict):
+        return {key: _standard(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_standard(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

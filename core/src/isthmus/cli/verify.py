@@ -58,7 +58,8 @@ def run(args: argparse.Namespace) -> int:
     )
     model.check(bridge, layout)
     request.check(layout)
-    _check_report(args.report)
+    if args.report is not None:
+        output.check_file("--report", args.report)
     _preload(bridge)
     ranks = workers.run(layout, on_rank, layout, str(bridge.folder), request)
     document = {"checkpoint": args.hf_dir, **merged(ranks), "versions": _versions(bridge)}
@@ -100,14 +101,6 @@ def _versions(bridge: "AutoBridge") -> dict[str, str]:
     return {name: version(name) for name in (*names, "megatron-core", "transformers", "torch")}
 
 
-def _check_report(file: Path | None) -> None:
-    """IsADirectoryError or FileNotFoundError where the page cannot be written, before any work is done."""
-    if file is not None and file.is_dir():
-        raise IsADirectoryError(f"--report {file}: is a folder; give the name of a file")
-    if file is not None and not file.parent.is_dir():
-        raise FileNotFoundError(f"--report {file}: there is no folder {file.parent}")
-
-
 def _preload(bridge: "AutoBridge") -> None:
     """Import the family's and HF's modeling files once, for all local workers."""
     if workers.under_torchrun():
@@ -139,6 +132,7 @@ def rows(document: dict[str, Any]) -> list[tuple[str, str, str]]:
         left = len(coverage["passed_through"]) + len(coverage["dropped"])
         text = f"{coverage['loaded']} of {coverage['hf_tensors']} tensors loaded"
         text += f", {left} not loaded on purpose" if left else ""
+        text += "".join(f", {name} is {source}" for name, source in coverage.get("shared", {}).items())
         found.append(("coverage", f"{text}, {coverage['megatron_params']} Megatron tensors", ""))
     if trip := document["roundtrip"]:
         text = f"{trip['tensors'] - len(trip['mismatched'])} of {trip['tensors']} tensors bitwise equal"

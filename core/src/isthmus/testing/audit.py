@@ -9,6 +9,7 @@ from torch import nn
 from isthmus.checkpoint.dtypes import rounds, same_bits
 from isthmus.checkpoint.export import plan, stream
 from isthmus.checkpoint.gather import from_all
+from isthmus.checkpoint.load import shared
 from isthmus.checkpoint.reader import CheckpointReader
 from isthmus.names import live_tensors, unwrapped
 from isthmus.weights import WeightMap
@@ -24,6 +25,7 @@ def coverage(chunks: Sequence[nn.Module], weights: WeightMap, reader: Checkpoint
         "loaded": len(found.loaded),
         "passed_through": sorted(found.passed_through),
         "dropped": found.dropped,
+        "shared": shared(weights),
         "missing_hf": sorted(found.missing),
         "unmapped_hf": sorted(found.unknown),
         "unmapped_megatron": [name for name in held if name not in weights.megatron],
