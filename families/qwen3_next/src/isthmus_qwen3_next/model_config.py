@@ -15,15 +15,22 @@ class Qwen3NextModelConfig(GPTModelConfig):
     """A GPTModelConfig whose layers are :func:`isthmus_qwen3_next.spec.layer_spec`; built by GPTModelBuilder.
 
     Attributes:
-        delta_net: "hosted" runs HF's module, whole on every tensor-parallel rank; "megatron" runs Megatron's,
-            its heads divided over tensor-parallel ranks.
+        delta_net: "hosted" runs HF's module, "megatron" Megatron's.
+        attention: of the decoder's full-attention layers, "megatron" or "hosted"; the MTP block's is
+            Megatron's.
+        hosted_mode: "heads" divides the heads of hosted modules over tensor and context parallelism;
+            "replicated" runs them whole on every rank, for sizes that do not divide them.
+        cp_layout: how context parallelism divides sequences, "zigzag" or, where no module is Megatron's,
+            "contiguous".
         hidden_act: name of `transformer.activation_func`, taken from it when None. A config written by
-        `as_dict`
-            holds no functions, and `from_dict` gets this one back by its name.
+            `as_dict` holds no functions, and `from_dict` gets this one back by its name.
     """
 
     transformer_layer_spec: Any | Callable[..., Any] | None = layer_spec
     delta_net: str = "hosted"
+    attention: str = "megatron"
+    hosted_mode: str = "heads"
+    cp_layout: str = "zigzag"
     hidden_act: str | None = None
 
     def __post_init__(self) -> None:
