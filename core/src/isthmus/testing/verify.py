@@ -5,6 +5,7 @@ would train it, in the checkpoint's dtype, whose bits are audited; and one in th
 which runs (the same one, where the dtypes are the same).
 """
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -51,12 +52,17 @@ class Request:
         if self.tokens < 2:
             raise ValueError(f"cannot compare sequences of {self.tokens} tokens; use at least 2")
         row = 2 * self.tokens if self.packed else self.tokens
-        if layout.sequence_parallel and row % layout.tp:
+        tp, cp = layout.tp if layout.sequence_parallel else 1, layout.cp
+        if cp == 1 and row % tp:
             raise ValueError(
-                f"cannot divide rows of {row} tokens over tp={layout.tp}; use a multiple of it for --tokens"
+                f"cannot divide rows of {row} tokens over tp={tp}; use a multiple of it for --tokens"
             )
-        if self.packed and layout.cp > 1:
-            raise ValueError(f"cannot compare packed sequences at cp={layout.cp}; use --cp 1 with --packed")
+        multiple = math.lcm(2 * cp, cp * tp)  # zigzag halves a rank's tokens; packed ones are padded
+        if cp > 1 and not self.packed and row % multiple:
+            raise ValueError(
+                f"cannot divide rows of {row} tokens over tp x cp = {tp} x {cp}; use multiples of {multiple} "
+                "for --tokens"
+            )
 
 
 def verify(bridge: "AutoBridge", layout: "Layout", request: Request, watch: Watch) -> dict[str, Any]:
@@ -141,6 +147,8 @@ def _compare(
         ranks=layout.dp,
         microbatches=max(2, layout.pp),
         packed=request.packed,
+        tp=layout.tp,
+        cp=layout.cp,
     )
     with watch("forward"):
         found = training_step.run(chunks, batch, gradients=request.grads)

@@ -10,6 +10,7 @@ FAMILY = Family(
     model_types=("qwen3_next",),
     model_config=megatron_config,
     weights=weights,
+    axes=frozenset({"tp", "sp", "pp", "vp", "ep", "etp", "cp", "dp"}),
     config_class="isthmus_qwen3_next.model_config:Qwen3NextModelConfig",
     tiny=TINY,
     mtp_reference="isthmus_qwen3_next.reference:multi_token_prediction",

@@ -18,6 +18,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
+from isthmus import mtp
 from isthmus.hosting.module import MODES
 from isthmus.zigzag import LAYOUTS
 from isthmus_qwen3_next.attention import HostedAttention
@@ -47,6 +48,8 @@ def layer_spec(
         "cp_layout": getattr(model_config, "cp_layout", "zigzag"),
     }
     _check(transformer, delta_net, attention, **params)
+    if transformer.mtp_num_layers:
+        mtp.install()
     te = transformer.transformer_impl == "transformer_engine"
     layers: Any = get_gpt_decoder_layer_specs(  # a list, whatever its annotation says
         transformer, te, normalization=transformer.normalization, qk_l2_norm=transformer.qk_l2_norm
