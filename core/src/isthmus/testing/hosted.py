@@ -44,7 +44,7 @@ def batch(hosted: Any, kind: str, seed: int = 0) -> Batch:
     groups, config = hosted.groups, hosted.config
     cp = groups.cp.size()
     unit = 2 * cp if hosted.cp_layout == "zigzag" and cp > 1 else 1
-    lengths = [TOKENS] if kind == "batch" else [3 * unit, unit, 4 * unit]
+    lengths = [TOKENS] if kind == "batch" else [5 * unit, unit, 2 * unit]
     tail = 4 * unit if kind == "padded" else 0
     starts = [0, *accumulate(lengths)]
     total = starts[-1] + tail
