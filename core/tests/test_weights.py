@@ -236,6 +236,15 @@ def test_two_rules_of_equal_rank_are_ambiguous() -> None:
         WeightMap([*layers, *layers])
 
 
+def test_no_two_rules_write_one_tensor() -> None:
+    copied = scope("layers.{i}", "model.{i}", [same("a", "norm"), same("b", "norm")], i=range(4))
+    with pytest.raises(LookupError, match=r"two exported rules write model\.\{0\.\.3\}\.norm"):
+        WeightMap(copied)
+    stacked = [row("experts.{e}", "stack[{e}]"), row("again.{e}", "stack[{e}]")]
+    with pytest.raises(LookupError, match="two exported rules write stack"):
+        WeightMap(scope("", "", stacked, e=range(2)))
+
+
 @pytest.mark.parametrize("reverse", [False, True])
 def test_the_specific_rule_wins(reverse: bool) -> None:
     rules = [

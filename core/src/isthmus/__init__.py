@@ -25,7 +25,15 @@ _HOME = {
     "mark_param_dtype": "isthmus.precision",
 }
 
-__all__ = ["__version__", *_HOME]
+__all__ = [
+    "AutoBridge",
+    "Family",
+    "HostedModule",
+    "Layout",
+    "__version__",
+    "enforce_marked_param_dtypes",
+    "mark_param_dtype",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -36,6 +36,7 @@ class AutoBridge:
         self.family = family
         self.hf_config = hf_config
         self.folder = folder
+        self._weights: tuple[Any, WeightMap] | None = None
         self.choices: dict[str, Any] = {}  # config fields that another than the checkpoint decides
 
     @classmethod
@@ -139,11 +140,12 @@ class AutoBridge:
 
     def _fields(self, overrides: Mapping[str, Any]) -> dict[str, Any]:
         """The checkpoint's fields under `overrides`, and what follows from those."""
-        fields = {**self.megatron_fields, **self.choices, **overrides}
+        fields: dict[str, Any] = {**self.megatron_fields, **self.choices, **overrides}
+        dtype: torch.dtype | None = fields.get("params_dtype")
         if "params_dtype" not in fields and self.folder is not None:
-            fields["params_dtype"] = main_dtype(self.reader.tensors.values())
-        if "params_dtype" in fields:
-            fields |= {**dtype_fields(fields["params_dtype"]), **overrides}
+            dtype = fields["params_dtype"] = main_dtype(self.reader.tensors.values())
+        if dtype is not None:
+            fields |= {**dtype_fields(dtype), **overrides}
         if fields.get("virtual_pipeline_model_parallel_size"):
             # With two stages, the previous and the next are one peer, and Megatron's batched default mixes up
             # their messages without an error.
@@ -151,8 +153,15 @@ class AutoBridge:
         return fields
 
     def weight_map(self, model_config: Any, keys: frozenset[str] | None = None) -> WeightMap:
-        """The family's rules for this checkpoint and model config (another set of tensor names: `keys`)."""
-        return self.family.weights(self.hf_config, self.keys if keys is None else keys, model_config)
+        """The family's rules for this checkpoint and model config (another set of tensor names: `keys`).
+
+        The map of the last config is kept: building, loading and exporting a model take it in turn.
+        """
+        if keys is not None:
+            return self.family.weights(self.hf_config, keys, model_config)
+        if self._weights is None or self._weights[0] is not model_config:
+            self._weights = model_config, self.family.weights(self.hf_config, self.keys, model_config)
+        return self._weights[1]
 
     def build_model(
         self,
@@ -167,14 +176,17 @@ class AutoBridge:
 
         Parameters whose source is wider than `params_dtype` (fp32 ones of a bf16 checkpoint) keep its dtype.
         `mixed_precision_wrapper` defaults to Megatron's Float16Module, with those put back after the cast.
+        ValueError where Transformer Engine, which `transformer_impl` asks for, is not installed.
         """
         from megatron.core.distributed import DistributedDataParallelConfig
         from megatron.core.process_groups_config import ProcessGroupCollection
 
+        from isthmus.backend import check_modules
         from isthmus.precision import exact_float16_module
         from isthmus.vocabulary import mask_padding
 
         config = copy.copy(model_config if model_config is not None else self.get_model_config())
+        check_modules(config.transformer)
         hooks = [_remember(config), self._keep_precision(config), mask_padding(config)]
         config.pre_wrap_hooks = [*config.pre_wrap_hooks, *hooks]
         config.finalize()
@@ -271,6 +283,7 @@ class AutoBridge:
             max_shard_size=max_shard_size,
             overwrite=overwrite,
             passthrough=passthrough,
+            copied_dtype=as_dtype(dtype),
             advance=advance,
         )
 

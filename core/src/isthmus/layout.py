@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from isthmus import pipeline_layout
+
 
 @dataclass(frozen=True, slots=True)
 class Layout:
@@ -57,7 +59,7 @@ class Layout:
             pp=parallel_state.get_pipeline_model_parallel_world_size(),
             vp=parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
             ep=parallel_state.get_expert_model_parallel_world_size(),
-            etp=parallel_state.get_expert_tensor_parallel_world_size(),
+            etp=parallel_state.get_expert_tensor_parallel_world_size() or 1,
             cp=parallel_state.get_context_parallel_world_size(),
             dp=parallel_state.get_data_parallel_world_size(),
         )
@@ -105,8 +107,11 @@ class Layout:
             "pipeline_model_parallel_layout": self.pipeline_layout,
         }
 
-    def initialize(self, seed: int = 1234) -> None:
-        """Create Megatron's process groups over the initialised torch.distributed; seed its generators."""
+    def initialize(self, seed: int = 1234, *, gloo: bool = True) -> None:
+        """Create Megatron's process groups over the initialised torch.distributed; seed its generators.
+
+        `gloo` False leaves out the groups that Megatron makes besides, for objects on the CPU.
+        """
         import torch.distributed as dist
         from megatron.core import parallel_state
         from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -123,6 +128,7 @@ class Layout:
             context_parallel_size=self.cp,
             expert_model_parallel_size=self.ep,
             expert_tensor_parallel_size=self.etp,
+            create_gloo_process_groups=gloo,
         )
         model_parallel_cuda_manual_seed(seed)
 
@@ -138,7 +144,14 @@ class Layout:
         groups = fields.get("num_query_groups")
         if groups and groups % self.tp and self.tp % groups:
             found.append(f"cannot divide {groups} key/value heads over tensor_model_parallel_size={self.tp}")
-        divide("MLP rows", fields.get("ffn_hidden_size"), "tensor_model_parallel_size", self.tp)
+        if _has_dense_layers(fields):
+            divide("MLP rows", fields.get("ffn_hidden_size"), "tensor_model_parallel_size", self.tp)
+        if fields.get("delta_net") == "megatron":
+            for side in ("key", "value"):
+                heads = fields.get(f"linear_num_{side}_heads")
+                divide(f"delta-net {side} heads", heads, "tensor_model_parallel_size", self.tp)
+        if not fields.get("should_pad_vocab", True):
+            divide("vocabulary rows", fields.get("vocab_size"), "tensor_model_parallel_size", self.tp)
         divide(
             "shared-expert rows",
             fields.get("moe_shared_expert_intermediate_size"),
@@ -165,7 +178,10 @@ class Layout:
                 f"tp={self.tp} without sequence parallelism: Megatron refuses to train experts so; use --sp"
             )
         layers = fields["num_layers"]
-        if self.pipeline_layout is None and layers % (self.pp * self.vp):
+        if self.pipeline_layout is not None:
+            mtp = fields.get("mtp_num_layers") or 0
+            found += pipeline_layout.problems(str(self.pipeline_layout), self.pp, self.vp, layers, mtp)
+        elif layers % (self.pp * self.vp):
             found.append(
                 f"cannot divide {layers} layers over pp x vp = {self.pp} x {self.vp} stages;"
                 f" give an uneven split with --pipeline-layout"
@@ -173,6 +189,14 @@ class Layout:
         if self.vp > 1 and self.pp == 1:
             found.append(f"vp={self.vp} needs pp > 1")
         return found
+
+
+def _has_dense_layers(fields: Mapping[str, Any]) -> bool:
+    """Whether any layer has an MLP in place of experts."""
+    sparse = fields.get("moe_layer_freq", 1)
+    if fields.get("num_moe_experts") is None:
+        return True
+    return 0 in sparse if isinstance(sparse, list) else sparse > 1
 
 
 _SIZES = ("tp", "pp", "vp", "ep", "etp", "cp", "dp")

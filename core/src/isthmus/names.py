@@ -60,7 +60,7 @@ def live_tensors(chunks: Iterable[nn.Module]) -> Iterator[LiveTensor]:
     """Every parameter and persistent buffer of the model `chunks` that this rank holds."""
     for chunk in chunks:
         model = unwrapped(chunk)
-        layers = {
+        layers: dict[str, int] = {
             name: module.layer_number - 1
             for name, module in model.named_modules()
             if re.fullmatch(r"(?:decoder|mtp)\.layers\.\d+", name)
@@ -70,8 +70,8 @@ def live_tensors(chunks: Iterable[nn.Module]) -> Iterator[LiveTensor]:
             yield LiveTensor(canonical(name, layers, first_expert), name, tensor)
 
 
-def unwrapped(module: nn.Module) -> nn.Module:
-    """The model inside DDP and mixed-precision wrappers."""
+def unwrapped(module: nn.Module) -> Any:
+    """The model inside DDP and mixed-precision wrappers: a nn.Module with Megatron's own attributes."""
     while isinstance(inner := getattr(module, "module", None), nn.Module):
         module = inner
     return module

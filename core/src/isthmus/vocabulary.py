@@ -18,10 +18,11 @@ def mask_padding(model_config: Any) -> Callable[[list[nn.Module]], list[nn.Modul
 
     def install(chunks: list[nn.Module]) -> list[nn.Module]:
         for chunk in chunks:
+            model: Any = chunk
             head = getattr(chunk, "output_layer", None)
-            if head is not None and chunk.vocab_size > model_config.vocab_size:
+            if head is not None and model.vocab_size > model_config.vocab_size:
                 head.register_forward_hook(
-                    _Mask(model_config.vocab_size, chunk.vocab_size, chunk.pg_collection.tp)
+                    _Mask(model_config.vocab_size, model.vocab_size, model.pg_collection.tp)
                 )
         return chunks
 

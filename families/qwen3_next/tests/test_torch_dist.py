@@ -12,6 +12,7 @@ from isthmus.checkpoint.folder import WEIGHTS
 from isthmus.checkpoint.reader import CheckpointReader
 from isthmus.cpu import launch
 from isthmus.layout import Layout
+from isthmus.testing import ranks
 from isthmus.testing.tiny import write_tiny
 
 launch.preload("transformers.modeling_utils")
@@ -57,7 +58,7 @@ def export(megatron: Path, layout: Layout, out: Path, hf: Path | None = None, bu
 
 
 def run(layout: Layout, function, *args, **kwargs):
-    return launch.run(layout.world_size, function, *args, timeout=120, **kwargs)
+    return ranks.run(layout.world_size, function, *args, timeout=120, **kwargs)
 
 
 def same_tensors(first: Path, second: Path) -> bool:
@@ -74,12 +75,17 @@ def other_files(folder: Path) -> dict[str, bytes]:
     }
 
 
-@pytest.mark.parametrize("delta_net", ["hosted", "megatron"])
-def test_any_layout_exports_what_another_one_imported(source: Path, tmp_path: Path, delta_net: str) -> None:
+@pytest.mark.parametrize(
+    "fields", [{}, {"delta_net": "megatron"}, {"attention": "hosted"}, {"hosted_mode": "replicated"}], ids=str
+)
+def test_any_layout_exports_what_another_one_imported(
+    source: Path, tmp_path: Path, fields: dict[str, str]
+) -> None:
     wide, megatron = Layout(tp=2), tmp_path / "megatron"
-    reports = run(wide, import_, source, wide, megatron, delta_net=delta_net)
+    layouts = {"deep": Layout(pp=2), "experts": Layout(ep=2, dp=2), "mixed": Layout(tp=2, cp=2)}
+    reports = run(wide, import_, source, wide, megatron, **fields)
     assert all(report.hf_tensors == len(CheckpointReader(source).tensors) for report in reports)
-    for name, layout in {"deep": Layout(pp=2), "experts": Layout(ep=2, dp=2)}.items():
+    for name, layout in layouts.items():
         run(layout, export, megatron, layout, tmp_path / name)
         assert same_tensors(source, tmp_path / name), name
         assert other_files(tmp_path / name) == other_files(source), name
@@ -96,17 +102,22 @@ def test_model_chunks_and_vocabulary_padding_do_not_reach_the_files(tmp_path: Pa
     assert same_tensors(source, tmp_path / "two")
 
 
-def test_megatrons_training_starts_from_an_import_and_its_checkpoint_is_exported(tmp_path: Path) -> None:
+@ranks.cpu_only
+@pytest.mark.parametrize("delta_net", ["hosted", "megatron"])
+def test_megatrons_training_starts_from_an_import_and_its_checkpoint_is_exported(
+    tmp_path: Path, delta_net: str
+) -> None:
     source = tiny(tmp_path / "source", "default", dtype=torch.float32)
     deep, wide = Layout(pp=2), Layout(tp=2)
-    run(deep, import_, source, deep, tmp_path / "megatron")
+    run(deep, import_, source, deep, tmp_path / "megatron", delta_net=delta_net)
     words = (tmp_path / "megatron" / "megatron_args.txt").read_text().split()
     words += [*RUN.split(), "--load", str(tmp_path / "megatron"), "--save", str(tmp_path / "trained")]
     losses, _ = run(wide, pretrain, words)
     assert losses[0] == pytest.approx(hf_loss(source), rel=LOSS)
     assert losses[2] < losses[1] < losses[0]
 
-    run(deep, export, tmp_path / "trained", deep, tmp_path / "out", source)
+    build = {"delta_net": delta_net}
+    run(deep, export, tmp_path / "trained", deep, tmp_path / "out", source, build=build)
     assert other_files(tmp_path / "out") == other_files(source)
     assert hf_loss(tmp_path / "out") < losses[2]
 

@@ -5,15 +5,27 @@ and dtype, and which rank owns each. Owners are spread over all ranks that hold 
 side by side.
 """
 
+import itertools
+import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from isthmus.checkpoint.gather import Holding, Shards, broadcast, check_copies, holdings, places
+from isthmus.checkpoint.collector import collector_paused
+from isthmus.checkpoint.gather import (
+    Exchange,
+    Holding,
+    Item,
+    batches,
+    broadcast,
+    check_copies,
+    holdings,
+    places,
+)
 from isthmus.checkpoint.load import hf_shape
 from isthmus.checkpoint.place import Place
 from isthmus.names import LiveTensor
@@ -31,19 +43,7 @@ class Output:
 
     @property
     def nbytes(self) -> int:
-        count = self.dtype.itemsize
-        for size in self.shape:
-            count *= size
-        return count
-
-
-class Item(NamedTuple):
-    """A Megatron tensor to export: its owner and the ranks that hold its shards, in shard order."""
-
-    bound: Bound
-    owner: int
-    holders: tuple[int, ...]
-    holding: Holding
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 class Piece(NamedTuple):
@@ -67,19 +67,18 @@ class ExportPlan:
 
     def steps(self) -> Iterator[tuple[Item, list[Piece]]]:
         """Each item in plan order, with its HF tensors where this rank owns it. Collective: run it out."""
-        shards = Shards(self.rank, self.device)
         unpack = _Unpacker()
-        for item in self.items:
-            own = self.held.get(item.bound.megatron) if self.rank in item.holders else None
-            found = []
-            if self.rank == item.owner:
-                parts = shards.receive(item.holders, own, item.holding)
-                for hf, tensor in unpack(item.bound, parts):
-                    found.append(Piece(hf.name, hf.index, tensor.to(self.outputs[hf.name].dtype)))
-            elif own is not None:
-                shards.send(own, item.owner)
-            yield item, found
-        shards.finish()
+        started = (
+            (batch, Exchange(batch, self.held, self.rank, self.device)) for batch in batches(self.items)
+        )
+        for batch, exchange in _one_ahead(started):
+            exchange.wait()
+            for item in batch:
+                found = []
+                if self.rank == item.owner:
+                    for hf, tensor in unpack(item.bound, exchange.shards(item)):
+                        found.append(Piece(hf.name, hf.index, tensor.to(self.outputs[hf.name].dtype)))
+                yield item, found
 
     def pieces(self) -> Iterator[Piece]:
         """The HF tensors that this rank owns, in plan order. Collective: run it to its end."""
@@ -87,6 +86,17 @@ class ExportPlan:
             yield from found
 
 
+def _one_ahead[T](values: Iterable[T]) -> Iterator[T]:
+    """The same values; each is asked for before the one before it is handed out, so that it can travel."""
+    rest = iter(values)
+    current = list(itertools.islice(rest, 1))
+    for following in rest:
+        yield current.pop()
+        current.append(following)
+    yield from current
+
+
+@collector_paused()
 def plan(
     held: Sequence[LiveTensor],
     model: Any,
@@ -104,7 +114,8 @@ def plan(
     mine = Place.of(model)
     known = holdings(held, model, mine)
     _check_complete(weights, known)
-    check_copies(held, known, model)
+    copies = [bound for bound in weights.megatron.values() if not bound.rule.exported]
+    check_copies(held, known, {copy.megatron: weights.hf[copy.hf[0].name][0] for copy in copies}, model)
 
     choose = _Owners(places(mine), known)
     exported = [bound for bound in weights.megatron.values() if bound.rule.exported]
@@ -179,17 +190,14 @@ class _Owners:
 
     def charge(self, owner: int, holding: Holding, shards: int) -> None:
         """Count the tensor's bytes as the owner's work."""
-        count = holding.dtype.itemsize * shards
-        for size in holding.shape:
-            count *= size
-        self.load[owner] += count
+        self.load[owner] += holding.nbytes * shards
 
 
 class _Unpacker:
     """Shards of a Megatron tensor -> its HF tensors; where a shard holds one whole, it is a view."""
 
     def __init__(self) -> None:
-        self.places: dict[tuple[int, int, int], list[list[tuple[int, int, int, int]]]] = {}
+        self.places: dict[tuple[int, int, int], list[list[tuple[int, int, int]]]] = {}
 
     def __call__(
         self, bound: Bound, shards: Sequence[torch.Tensor]
@@ -203,26 +211,21 @@ class _Unpacker:
         key = (id(rule), local, len(shards))
         if key not in self.places:
             self.places[key] = self._runs(rule, local, len(shards))
-        for source, (hf, runs) in enumerate(zip(bound.hf, self.places[key], strict=True)):
-            if len(runs) == 1:
-                rank, _, start, length = runs[0]
-                tensor = shards[rank].narrow(dim, start, length)
-            else:
-                tensor = first.new_empty(hf_shape(rule, source, tuple(first.shape), len(shards)))
-                for rank, hf_start, start, length in runs:
-                    tensor.narrow(dim, hf_start, length).copy_(shards[rank].narrow(dim, start, length))
+        for hf, runs in zip(bound.hf, self.places[key], strict=True):
+            pieces = [shards[rank].narrow(dim, start, length) for rank, start, length in runs]
+            tensor = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
             yield hf, tensor
             for copy in bound.also:
                 yield copy, tensor
 
     @staticmethod
-    def _runs(rule: Rule, local: int, size: int) -> list[list[tuple[int, int, int, int]]]:
-        """For each HF tensor: (shard, row in the HF tensor, row in the shard, length)."""
+    def _runs(rule: Rule, local: int, size: int) -> list[list[tuple[int, int, int]]]:
+        """For each HF tensor what it is joined from, in order: (shard, row in the shard, length)."""
         found: list[list[tuple[int, int, int, int]]] = [[] for _ in rule.hf]
         for rank in range(size):
             for run in rule.runs(local, rank, size):
-                found[run.source].append((rank, run.hf_start, run.start, run.length))
-        return found
+                found[run.source].append((run.hf_start, rank, run.start, run.length))
+        return [[run[1:] for run in sorted(runs)] for runs in found]
 
 
 def stream(planned: ExportPlan, *, everywhere: bool) -> Iterator[tuple[str, torch.Tensor]]:

@@ -82,6 +82,11 @@ class Staging:
             )
 
 
+def check_target(target: str | Path, overwrite: bool = False, *, sources: Sequence[Path] = ()) -> None:
+    """ValueError where :class:`Staging` would refuse this target; for asking before hours of work."""
+    _refuse(Path(os.path.realpath(target)), overwrite, sources)
+
+
 def carry_side_files(source: str | Path, staging: Staging, into: str = "") -> list[str]:
     """Copies everything of a checkpoint that is not weights, sub-folders included; returns the names.
 

@@ -1,20 +1,20 @@
 """The only collectives of the weight path: who holds what, and moving shards to their owner."""
 
 import hashlib
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from isthmus.checkpoint.place import Place
 from isthmus.names import LiveTensor
+from isthmus.weights import Bound
 
-_SENDS_IN_FLIGHT = (
-    64  # a sender runs ahead of the owners by this many shards; it sends from its own parameters
-)
+BATCH = 4 << 20  # bytes that come to an owner at a time; small shards one by one cost 1 ms each on gloo
 
 
 @dataclass(slots=True)
@@ -25,6 +25,11 @@ class Holding:
     dtype: torch.dtype
     stages: set[int] = field(default_factory=set)  # their pipeline ranks
     ep_ranks: set[int] = field(default_factory=set)  # their expert-parallel ranks
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one shard."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 def places(mine: Place) -> list[Place]:
@@ -64,31 +69,34 @@ def holdings(held: Iterable[LiveTensor], model: Any, mine: Place) -> dict[str, H
     return own
 
 
-def check_copies(held: Sequence[LiveTensor], holdings: dict[str, Holding], model: Any) -> None:
-    """ValueError where pipeline stages hold differing copies of one tensor (an MTP stage's embedding)."""
+def check_copies(
+    held: Sequence[LiveTensor], holdings: dict[str, Holding], copy_of: Mapping[str, str], model: Any
+) -> None:
+    """ValueError, on every rank, where pipeline stages hold differing copies of one tensor. Collective.
+
+    A copy has the same name (an MTP stage's embedding), or one of its own (a tied head): then `copy_of` gives
+    the name of the tensor that is exported.
+    """
     group = model.pg_collection.pp
     if group.size() == 1:
         return
-    mine = {
-        live.canonical: hashlib.blake2b(_bytes(live.tensor), digest_size=16).hexdigest()
+    stages: dict[str, set[int]] = {}
+    for name, holding in holdings.items():
+        stages.setdefault(copy_of.get(name, name), set()).update(holding.stages)
+    mine = [
+        (name, hashlib.blake2b(_bytes(live.tensor), digest_size=16).hexdigest())
         for live in held
-        if len(holdings[live.canonical].stages) > 1
-    }
+        if len(stages[name := copy_of.get(live.canonical, live.canonical)]) > 1
+    ]
     found: list[Any] = [None] * group.size()
     dist.all_gather_object(found, mine, group=group)
     digests: dict[str, set[str]] = {}
     for copies in found:
-        for name, digest in copies.items():
+        for name, digest in copies:
             digests.setdefault(name, set()).add(digest)
-    drifted = [
-        f"{name} (stages {sorted(holdings[name].stages)})"
-        for name, kinds in digests.items()
-        if len(kinds) > 1
-    ]
-    if drifted:
-        raise ValueError(
-            f"pipeline stages hold different copies of {', '.join(drifted)}; they must be kept equal"
-        )
+    drifted = [f"{name} (stages {sorted(stages[name])})" for name, kinds in digests.items() if len(kinds) > 1]
+    message = f"pipeline stages hold different copies of {', '.join(drifted)}; they must be kept equal"
+    agree(ValueError(message) if drifted else None)
 
 
 def agree(error: Exception | None) -> None:
@@ -121,40 +129,77 @@ def from_first[T](make: Callable[[], T]) -> T:
     return made[0]
 
 
-class Shards:
-    """Moves shards to their owners, in an order that all ranks share; sends do not wait for the owner."""
+class Item(NamedTuple):
+    """A Megatron tensor on its way out: its owner and the ranks that hold its shards, in shard order."""
 
-    def __init__(self, rank: int, device: torch.device) -> None:
+    bound: Bound
+    owner: int
+    holders: tuple[int, ...]
+    holding: Holding
+
+
+def batches(items: Iterable[Item]) -> Iterator[list[Item]]:
+    """The items in their order, cut where an owner has `BATCH` bytes to receive; alike on every rank."""
+    batch: list[Item] = []
+    incoming: Counter[int] = Counter()
+    for item in items:
+        batch.append(item)
+        others = len(item.holders) - (item.owner in item.holders)
+        if others:
+            incoming[item.owner] += others * item.holding.nbytes
+            if incoming[item.owner] >= BATCH:
+                yield batch
+                batch, incoming = [], Counter()
+    yield batch
+
+
+class Exchange:
+    """The shards of a batch on their way to their owners; what goes from one rank to another is one message.
+
+    They travel from construction on, until `wait`. All ranks construct theirs in the same order; `held` are
+    this rank's own tensors by canonical name.
+    """
+
+    def __init__(
+        self, items: Sequence[Item], held: Mapping[str, torch.Tensor], rank: int, device: torch.device
+    ) -> None:
         self._rank = rank
-        self._device = device
-        self._sends: deque[tuple[Any, torch.Tensor]] = deque()
+        self._held = held
+        outgoing: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
+        incoming: dict[tuple[int, torch.dtype], list[Item]] = {}
+        for item in items:
+            if rank == item.owner:
+                for holder in item.holders:
+                    if holder != rank:
+                        incoming.setdefault((holder, item.holding.dtype), []).append(item)
+            elif rank in item.holders:
+                shard = held[item.bound.megatron]
+                outgoing.setdefault((item.owner, item.holding.dtype), []).append(shard)
+        operations = []
+        for (owner, _), shards in outgoing.items():
+            message = torch.cat([shard.reshape(-1) for shard in shards]) if len(shards) > 1 else shards[0]
+            operations.append(dist.P2POp(dist.isend, message.contiguous(), owner))
+        self._received: dict[tuple[str, int], torch.Tensor] = {}
+        for (holder, dtype), coming in incoming.items():
+            counts = [math.prod(item.holding.shape) for item in coming]
+            message = torch.empty(sum(counts), dtype=dtype, device=device)
+            operations.append(dist.P2POp(dist.irecv, message, holder))
+            for item, shard in zip(coming, message.split(counts), strict=True):
+                self._received[item.bound.megatron, holder] = shard.view(item.holding.shape)
+        self._requests = dist.batch_isend_irecv(operations) if operations else []
 
-    def send(self, shard: torch.Tensor, owner: int) -> None:
-        """Send this rank's shard; the memory stays in use until the owner has received it."""
-        shard = shard.contiguous()
-        self._sends.append((dist.isend(shard, owner), shard))
-        while len(self._sends) > _SENDS_IN_FLIGHT:
-            self._sends.popleft()[0].wait()
+    def wait(self) -> None:
+        """Until this rank's messages have gone and come."""
+        for request in self._requests:
+            request.wait()
 
-    def receive(
-        self, holders: Sequence[int], own: torch.Tensor | None, holding: Holding
-    ) -> list[torch.Tensor]:
-        """The shards of `holders`, in that order; `own` is this rank's, where it is a holder itself."""
-        shards, waits = [], []
-        for rank in holders:
-            if rank == self._rank and own is not None:
-                shards.append(own)
-                continue
-            shards.append(torch.empty(holding.shape, dtype=holding.dtype, device=self._device))
-            waits.append(dist.irecv(shards[-1], rank))
-        for wait in waits:
-            wait.wait()
-        return shards
-
-    def finish(self) -> None:
-        """Wait until everything sent has been received."""
-        while self._sends:
-            self._sends.popleft()[0].wait()
+    def shards(self, item: Item) -> list[torch.Tensor]:
+        """On the owner: the shards of an item, in shard order."""
+        name = item.bound.megatron
+        return [
+            self._held[name] if holder == self._rank else self._received[name, holder]
+            for holder in item.holders
+        ]
 
 
 def broadcast(tensor: torch.Tensor, owner: int) -> torch.Tensor:

@@ -59,7 +59,7 @@ def describe(bridge: Any, config: Any, staging: Staging) -> list[str]:
     folder = staging.path
     fields = {**bridge.megatron_fields, "params_dtype": config.transformer.params_dtype}
     fields["mtp_num_layers"] = config.transformer.mtp_num_layers
-    spec = config.transformer_layer_spec
+    spec = getattr(config, "spec_argument", config.transformer_layer_spec)
     words = arguments(fields, spec if hasattr(spec, "__name__") else None)
     _write(folder / TRACKER, RELEASE)
     _write(folder / ARGUMENTS, " ".join(words))

@@ -1,12 +1,13 @@
 """Writing an HF folder: each owner its own files, in a staging folder that becomes the target at once."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from isthmus.checkpoint.collector import collector_paused
 from isthmus.checkpoint.export import ExportPlan, Output
 from isthmus.checkpoint.folder import Staging, carry_side_files
 from isthmus.checkpoint.gather import agree, from_first
@@ -22,6 +23,7 @@ from isthmus.config_text import write_config
 from isthmus.weights import Coverage, collapse
 
 
+@collector_paused()
 def save(
     source: Any,
     planned: ExportPlan,
@@ -32,13 +34,17 @@ def save(
     max_shard_size: int | str,
     overwrite: bool,
     passthrough: bool,
+    copied_dtype: torch.dtype | None,
     advance: Callable[[int], None],
 ) -> None:
     """Write the planned tensors and everything else of `source` (a bridge) to `target`. Collective.
 
+    `copied_dtype` is that of the tensors passed through, None for the source's own.
+
     ValueError or OSError on every rank alike; then the target is as it was.
     """
-    copied = coverage.passed_through if passthrough else {}
+    names = coverage.passed_through if passthrough else ()
+    copied = {name: copied_dtype or source.reader.tensors[name].dtype for name in names}
     _check_names(planned.outputs, source, coverage, copied)
     outputs = _with_copies(planned, source, copied)
     files = _files(outputs, parse_size(max_shard_size))
@@ -64,7 +70,7 @@ def _write(
     planned: ExportPlan,
     source: Any,
     files: Mapping[str, list[Output]],
-    copied: Mapping[str, str],
+    copied: Mapping[str, torch.dtype],
     folder: Path,
     advance: Callable[[int], None],
 ) -> Exception | None:
@@ -84,7 +90,7 @@ def _write(
             advance(tensor.nbytes)
     for name in copied:
         if error is None and name in writers:
-            tensor = source.reader.slice(name)
+            tensor = source.reader.slice(name).to(copied[name])
             error = _write_one(writers[name], name, tensor, None)
             advance(tensor.nbytes)
     for writer in dict.fromkeys(writers.values()):
@@ -126,7 +132,7 @@ def _finish(
 
 
 def _check_names(
-    outputs: Mapping[str, Output], source: Any, coverage: Coverage, copied: Mapping[str, str]
+    outputs: Mapping[str, Output], source: Any, coverage: Coverage, copied: Iterable[str]
 ) -> None:
     """ValueError where the files to come would not hold exactly the source's tensors, less those dropped."""
     if source.folder is None:
@@ -142,17 +148,16 @@ def _check_names(
         raise ValueError(f"the export would not match {source.folder}:\n  " + "\n  ".join(problems))
 
 
-def _with_copies(planned: ExportPlan, source: Any, copied: Mapping[str, str]) -> list[Output]:
+def _with_copies(planned: ExportPlan, source: Any, copied: Mapping[str, torch.dtype]) -> list[Output]:
     """All tensors to write; those copied from the source go to the ranks with the least to write."""
     outputs = list(planned.outputs.values())
     load = dict.fromkeys(range(planned.world_size), 0)
     for output in outputs:
         load[output.owner] += output.nbytes
-    for name in copied:
-        info = source.reader.tensors[name]
+    for name, dtype in copied.items():
         owner = min(load, key=load.__getitem__)
-        outputs.append(Output(name, info.shape, info.dtype, owner))
-        load[owner] += info.nbytes
+        outputs.append(Output(name, source.reader.tensors[name].shape, dtype, owner))
+        load[owner] += outputs[-1].nbytes
     return outputs
 
 

@@ -62,17 +62,17 @@ def read(chunks: Sequence[nn.Module], folder: Path) -> None:
     from megatron.core import dist_checkpointing
 
     path = str(latest(folder))
-    content = dist_checkpointing.load_content_metadata(path) or {}
+    content: Any = dist_checkpointing.load_content_metadata(path) or {}  # a dict, unlike its annotation
     states = _sharded(chunks, content)
     _check(_sharded(chunks, content), saved_tensors(folder), path)
-    loaded = dist_checkpointing.load(states, path)
+    loaded: Any = dist_checkpointing.load(states, path)
     for key, chunk in zip(states, chunks, strict=True):
         unwrapped(chunk).load_state_dict(loaded[key], strict=False)  # absent: extra state only, see _check
 
 
 def check_export(bridge: Any, coverage: Coverage, target: Path, options: Mapping[str, Any]) -> None:
     """Raise now, on every rank, what the export would raise at its end: ValueError or OSError."""
-    absent = list(coverage.passed_through) if options.get("passthrough", True) else []
+    absent = sorted(coverage.passed_through) if options.get("passthrough", True) else []
     if absent and isinstance(bridge.reader, Manifest):
         raise ValueError(
             f"the model does not hold {', '.join(collapse(absent))}, and {bridge.reader.folder} remembers"
@@ -86,7 +86,7 @@ def saved_tensors(folder: str | Path) -> dict[str, torch.dtype]:
     """Names and dtypes of the model's tensors in a Megatron folder's newest checkpoint."""
     from megatron.core import dist_checkpointing
 
-    saved = dist_checkpointing.load_tensors_metadata(str(latest(folder)))
+    saved: dict[str, Any] = dist_checkpointing.load_tensors_metadata(str(latest(folder)))
     return {name: tensor.dtype for name, tensor in saved.items() if not name.startswith(BESIDES)}
 
 
@@ -108,7 +108,7 @@ def _save(chunks: Sequence[nn.Module], common: Mapping[str, Any], path: Path) ->
     # What megatron.training records: it makes its state dicts of the same options when it loads.
     content = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
     strategy: Any = TorchDistSaveShardedStrategy()
-    replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    replicas: Any = parallel_state.get_data_parallel_group(with_context_parallel=True)
     if replicas.size() > 1:
         strategy = FullyParallelSaveStrategyWrapper(strategy, replicas)
     states = {**common, **_sharded(chunks, content)}
@@ -143,7 +143,7 @@ def _common(words: list[str], transformer: Any) -> dict[str, Any]:
     return {"args": args, "checkpoint_version": 3.0, "iteration": 0}
 
 
-def _check(states: Mapping[str, Any], saved: Mapping[str, torch.dtype], path: str) -> None:
+def _check(states: dict[str, Any], saved: Mapping[str, torch.dtype], path: str) -> None:
     """ValueError with every reason, on any rank, why the checkpoint is not this model's; changes `states`."""
     import torch.distributed as dist
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories

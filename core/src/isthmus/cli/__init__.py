@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from isthmus import __version__
 from isthmus.cli import output
 
-COMMANDS = ("families", "inspect", "tiny", "import_", "export", "roundtrip", "verify", "demo")
+COMMANDS = ("families", "inspect", "plan", "tiny", "import_", "export", "roundtrip", "verify", "demo")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from isthmus.cli import layout_options, model, output, workers
+from isthmus.cli import config_options, layout_options, model, output, workers
 from isthmus.cli.progress import progress
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="checkpoint whose config, side files and key spelling are used (default: the one imported)",
     )
     layout_options.add_layout_arguments(parser)
+    config_options.add_arguments(parser)
     parser.add_argument(
         "--dtype",
         choices=("source", *model.DTYPES),
@@ -45,7 +46,8 @@ def run(args: argparse.Namespace) -> int:
     layout = layout_options.layout(args)
     model.check(_bridge(args.megatron_dir, args.hf), layout)
     options = {name: getattr(args, name) for name in ("dtype", "passthrough", "overwrite", "max_shard_size")}
-    ranks = workers.run(layout, on_rank, layout, args.megatron_dir, args.out_dir, args.hf, options)
+    fields = config_options.fields(args)
+    ranks = workers.run(layout, on_rank, layout, args.megatron_dir, args.out_dir, args.hf, fields, options)
     output.console(args).print(
         f"{ranks[0]['model_type']}: {args.megatron_dir} exported to {args.out_dir}"
         f" on {layout.world_size} ranks"
@@ -63,7 +65,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def on_rank(
-    layout: "Layout", megatron_dir: Path, out_dir: Path, hf_dir: str | None, options: dict[str, Any]
+    layout: "Layout",
+    megatron_dir: Path,
+    out_dir: Path,
+    hf_dir: str | None,
+    fields: dict[str, Any],
+    options: dict[str, Any],
 ) -> dict[str, Any]:
     """One rank's part of the export."""
     from isthmus.checkpoint.torch_dist import found_fields
@@ -72,8 +79,7 @@ def on_rank(
     bridge = _bridge(megatron_dir, hf_dir)
     nbytes = sum(info.nbytes for info in bridge.reader.tensors.values())
     with watch("build"):
-        fields = {**layout.config_overrides(), **found_fields(megatron_dir)}
-        chunks = bridge.build_model(bridge.get_model_config(**fields))
+        chunks = model.build(bridge, layout, fields=found_fields(megatron_dir) | fields)
     with watch("export"), progress("exporting", nbytes // layout.world_size) as advance:
         bridge.export_ckpt(megatron_dir, out_dir, model=chunks, advance=advance, **options)
     return {

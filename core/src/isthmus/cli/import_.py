@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from isthmus.cli import layout_options, model, output, workers
+from isthmus.cli import config_options, layout_options, model, output, workers
 from isthmus.cli.progress import progress
 
 if TYPE_CHECKING:
@@ -17,16 +17,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("megatron_dir", metavar="MEGATRON_DIR", type=Path, help="folder to write")
     layout_options.add_layout_arguments(parser)
     model.add_dtype_argument(parser)
+    config_options.add_arguments(parser)
     parser.add_argument("--overwrite", action="store_true", help="replace MEGATRON_DIR if it is not empty")
 
 
 def run(args: argparse.Namespace) -> int:
     """Import HF_DIR at the layout; any other layout can load the result."""
     from isthmus.bridge import AutoBridge
+    from isthmus.checkpoint.folder import check_target
 
     layout = layout_options.layout(args)
     model.check(AutoBridge.from_hf_pretrained(args.hf_dir), layout)
-    ranks = workers.run(layout, on_rank, layout, args.hf_dir, args.megatron_dir, args.dtype, args.overwrite)
+    check_target(args.megatron_dir, args.overwrite, sources=[Path(args.hf_dir)])
+    fields = config_options.fields(args)
+    ranks = workers.run(
+        layout, on_rank, layout, args.hf_dir, args.megatron_dir, args.dtype, fields, args.overwrite
+    )
     report = ranks[0]["report"]
     output.console(args).print(
         f"{ranks[0]['model_type']}: {report.hf_tensors} tensors loaded on {layout.world_size} ranks,"
@@ -50,7 +56,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def on_rank(
-    layout: "Layout", hf_dir: str, megatron_dir: Path, dtype: str | None, overwrite: bool
+    layout: "Layout",
+    hf_dir: str,
+    megatron_dir: Path,
+    dtype: str | None,
+    fields: dict[str, Any],
+    overwrite: bool,
 ) -> dict[str, Any]:
     """One rank's part of the import."""
     from isthmus.bridge import AutoBridge
@@ -58,7 +69,7 @@ def on_rank(
     watch = model.Stopwatch()
     bridge = AutoBridge.from_hf_pretrained(hf_dir)
     with watch("build"):
-        chunks = model.build(bridge, layout, dtype)
+        chunks = model.build(bridge, layout, dtype, fields)
     nbytes = sum(
         parameter.numel() * parameter.element_size() for chunk in chunks for parameter in chunk.parameters()
     )

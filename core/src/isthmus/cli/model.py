@@ -3,7 +3,7 @@
 import argparse
 import resource
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -28,11 +28,13 @@ def check(bridge: "AutoBridge", layout: "Layout") -> None:
         raise ValueError("this layout does not fit the model:" + "".join(f"\n  {line}" for line in problems))
 
 
-def build(bridge: "AutoBridge", layout: "Layout", dtype: str | None = None) -> list[Any]:
-    """The model chunks of this rank, weights not loaded."""
+def build(
+    bridge: "AutoBridge", layout: "Layout", dtype: str | None = None, fields: Mapping[str, Any] | None = None
+) -> list[Any]:
+    """The model chunks of this rank, weights not loaded; `fields` of the model config win."""
     import torch
 
-    overrides = layout.config_overrides()
+    overrides = {**layout.config_overrides(), **(fields or {})}
     if dtype is not None:
         overrides["params_dtype"] = getattr(torch, dtype)
     return bridge.build_model(bridge.get_model_config(**overrides))

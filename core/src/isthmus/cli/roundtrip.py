@@ -25,9 +25,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Round trip HF_DIR through the layout; 1 where the result differs."""
     from isthmus.bridge import AutoBridge
+    from isthmus.checkpoint.folder import check_target
 
     layout = layout_options.layout(args)
     model.check(AutoBridge.from_hf_pretrained(args.hf_dir), layout)
+    check_target(args.out_dir, args.overwrite, sources=[Path(args.hf_dir)])
     ranks = workers.run(layout, on_rank, layout, args.hf_dir, args.out_dir, args.overwrite)
     document = {"layout": layout.as_dict(), "out_dir": str(args.out_dir), **_merged(ranks)}
     out = output.console(args)

@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
 def _list(args: argparse.Namespace, variants: Any) -> None:
     """One line for each variant: how it differs from the family's first."""
     rows = output.table("variant", "what differs")
-    usual = next(iter(variants.values()), None)
+    usual: Any = next(iter(variants.values()), None)
     for name, variant in variants.items():
         config = [
             f"{key}={variant.config.get(key, 'absent')}"

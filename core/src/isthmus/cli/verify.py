@@ -4,6 +4,7 @@ Exit code 1 where any check fails.
 """
 
 import argparse
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,7 +55,8 @@ def run(args: argparse.Namespace) -> int:
     request.check(layout)
     _check_report(args.report)
     _preload(bridge)
-    document = merged(workers.run(layout, on_rank, layout, str(bridge.folder), request))
+    ranks = workers.run(layout, on_rank, layout, str(bridge.folder), request)
+    document = {"checkpoint": args.hf_dir, **merged(ranks), "versions": _versions(bridge)}
     _print(document, args)
     if args.report is not None and output.is_reporting_rank():
         from isthmus.testing.report import page
@@ -85,6 +87,12 @@ def merged(ranks: list[dict[str, Any]]) -> dict[str, Any]:
         "peak_rss_mb_per_rank": [rank["peak_rss_mb"] for rank in ranks],
         "seconds": seconds,
     }
+
+
+def _versions(bridge: "AutoBridge") -> dict[str, str]:
+    """Of what took part, by dist."""
+    names = ["isthmus-core", f"isthmus-{bridge.family.name.replace('_', '-')}"]
+    return {name: version(name) for name in (*names, "megatron-core", "transformers", "torch")}
 
 
 def _check_report(file: Path | None) -> None:

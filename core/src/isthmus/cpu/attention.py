@@ -54,8 +54,12 @@ class DotProductAttention(MegatronModule):
             )
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
         self.attn_mask_type, self.cp_group, self._tp_group = attn_mask_type, groups.cp, groups.tp
-        self.softmax_scale = softmax_scale or 1.0 / math.sqrt(k_channels or config.kv_channels)
-        windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        channels: Any = k_channels or config.kv_channels  # the config fills it in
+        self.softmax_scale = softmax_scale or 1.0 / math.sqrt(channels)
+        every: Any = (
+            config.window_attn_skip_freq
+        )  # None, which Megatron's function takes, is not in its types
+        windowed = is_layer_window_attention(config.window_size, every, layer_number)
         self.window: Any = config.window_size if windowed else None
         self.dropout = torch.nn.Dropout(
             config.attention_dropout if attention_dropout is None else attention_dropout
@@ -165,7 +169,8 @@ class DotProductAttention(MegatronModule):
             probabilities = torch.softmax(scores, -1)
         if self.dropout.p and self.training:
             # Heads differ between tensor-parallel ranks, and so must what is dropped.
-            with contextlib.nullcontext() if self.config.sequence_parallel else get_cuda_rng_tracker().fork():
+            tracker: Any = get_cuda_rng_tracker()
+            with contextlib.nullcontext() if self.config.sequence_parallel else tracker.fork():
                 probabilities = self.dropout(probabilities)
         out = (probabilities @ v).permute(2, 0, 1, 3).flatten(2)
         return out.to(query.dtype)

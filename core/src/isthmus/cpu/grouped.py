@@ -44,10 +44,11 @@ class GroupedLinear(torch.nn.Module):
         shape = [output_size, input_size]
         shape[self.partition_dim] = divide(shape[self.partition_dim], self._tp_group.size())
         options: Any = {"dtype": config.params_dtype, "device": torch.cuda.current_device()}
+        tracker: Any = get_cuda_rng_tracker()
         for i in range(num_gemms):
             weight = torch.nn.Parameter(torch.empty(shape, **options))
             if config.perform_initialization:
-                with get_cuda_rng_tracker().fork(get_expert_parallel_rng_tracker_name()):
+                with tracker.fork(get_expert_parallel_rng_tracker_name()):
                     init_method(weight)
             self.register_parameter(f"weight{i}", self._mark(weight, True, self.partition_dim))
             if bias:

@@ -4,7 +4,8 @@
 
 Workers are forked from a server that has imported torch and megatron once, so a run costs 0.1 s to start.
 Each begins clean: Megatron keeps much state in module globals. Nothing of theirs reaches this process's
-stdout.
+stdout. The same function runs on this machine's GPUs with `device="cuda"`: one rank on each, joined by NCCL,
+with Megatron as it is, and started from scratch, since CUDA does not survive a fork.
 """
 
 import contextlib
@@ -50,14 +51,16 @@ def run(
     *args: Any,
     timeout: float | None = 600,
     quiet: bool = True,
+    device: str = "cpu",
     **kwargs: Any,
 ) -> list[Any]:
-    """Call `function(*args, **kwargs)` on `world_size` ranks of a gloo process group; the results, by rank.
+    """Call `function(*args, **kwargs)` on `world_size` ranks of a process group; the results, by rank.
 
     Args:
         function: "module:name", or a function defined at the top of its module.
         timeout: seconds for the whole run, None for no limit.
         quiet: drop what workers print, and Megatron's warnings; if False, both go to stderr.
+        device: "cpu", or "cuda" for a GPU a rank; ValueError where there are fewer.
 
     Raises:
         ValueError, LookupError, OSError: a worker raised it, for the user: same type and message, WorkerError
@@ -65,6 +68,10 @@ def run(
     """
     if world_size < 1:
         raise ValueError(f"cannot start {world_size} workers: world_size must be at least 1")
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f"cannot start workers on {device!r}: device must be 'cpu' or 'cuda'")
+    if device == "cuda" and (reason := missing_gpus(world_size)):
+        raise ValueError(f"cannot start {world_size} workers on GPUs: {reason}")
     module, file, name = _locate(function)
     with tempfile.TemporaryDirectory(prefix="isthmus-run-", ignore_cleanup_errors=True) as folder:
         task = Task(
@@ -73,6 +80,7 @@ def run(
             name=name,
             arguments=pickle.dumps((args, kwargs)),
             world_size=world_size,
+            device=device,
             folder=folder,
             timeout=timeout,
             quiet=quiet,
@@ -85,6 +93,14 @@ def run(
             return _collect(workers, task)
         finally:
             _stop(workers)
+
+
+def missing_gpus(world_size: int) -> str | None:
+    """Why not every one of `world_size` ranks can have a GPU of this machine; None where each can."""
+    import torch
+
+    count = torch.cuda.device_count()
+    return None if count >= world_size else f"{world_size} ranks need a GPU each, this machine has {count}"
 
 
 def _locate(function: str | Callable[..., Any]) -> tuple[str, str | None, str]:
@@ -112,16 +128,18 @@ def _locate(function: str | Callable[..., Any]) -> tuple[str, str | None, str]:
 
 
 def _start(rank: int, task: Task) -> tuple[BaseProcess, Connection]:
-    """Fork one worker from the server, starting that first if need be."""
-    context = multiprocessing.get_context("forkserver")
+    """Fork one worker from the server, starting that first if need be; for a GPU, spawn it."""
+    on_cpu = task.device == "cpu"
+    context: Any = multiprocessing.get_context("forkserver" if on_cpu else "spawn")
     context.set_forkserver_preload(_preload)
     ours, theirs = context.Pipe()
     # Not a daemon: workers may start processes of their own. They end when their connection closes.
     process = context.Process(target=main, args=(rank, task, theirs), name=f"rank {rank}")
     uses_script = task.module == "__mp_main__" or b"__main__" in task.arguments
     with contextlib.nullcontext() if uses_script else _without_script():
-        with _environment(OMP_NUM_THREADS="1"):  # read when the server loads OpenMP
-            forkserver.ensure_running()
+        if on_cpu:
+            with _environment(OMP_NUM_THREADS="1"):  # read when the server loads OpenMP
+                forkserver.ensure_running()
         process.start()
     theirs.close()
     return process, ours

@@ -38,7 +38,7 @@ class NormColumnLinear(ColumnParallelLinear):
             self.layer_norm_bias = bias
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        config = self.config
+        config: Any = self.config  # a TransformerConfig, which the base class does not promise
         normed = normalize(
             x,
             self.layer_norm_weight,

@@ -17,6 +17,7 @@ class Task:
     name: str
     arguments: bytes
     world_size: int
+    device: str  # "cpu" or "cuda"
     folder: str  # holds the rendezvous file and the stack dumps
     timeout: float | None  # seconds
     quiet: bool

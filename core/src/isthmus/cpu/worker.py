@@ -18,6 +18,15 @@ from typing import Any
 from isthmus.cpu.transfer import Failure, Task, dumps
 
 FOREVER = timedelta(days=7)  # a gloo timeout has to be finite
+BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}  # objects and CPU tensors go by gloo on both
+# Before CUDA is loaded: GPUs compute as exactly, and in as fixed an order, as a comparison in float32 needs.
+EXACT = {
+    "NVIDIA_TF32_OVERRIDE": "0",  # cuBLAS and cuDNN, whoever calls them: Transformer Engine asks for TF32
+    "TRITON_F32_DEFAULT": "ieee",  # fla's kernels
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # Megatron overlaps communication in the order of its launches
+}
 
 
 def main(rank: int, task: Task, connection: Connection) -> None:
@@ -43,6 +52,8 @@ def _settle(rank: int, task: Task, connection: Connection) -> None:
     os.environ.update(task.environment)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(task.world_size))
     os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
+    if task.device == "cuda":
+        os.environ.update(EXACT)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     stacks = task.stack_file(rank).open("w")
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False)
@@ -75,14 +86,18 @@ def _run(rank: int, task: Task) -> Any:
     import torch
     import torch.distributed as dist
 
-    from isthmus.cpu.preload import load
+    if task.device == "cuda":
+        torch.cuda.set_device(rank)
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    else:
+        from isthmus.cpu.preload import load
 
-    load()
+        load()
     torch.set_num_threads(1)
     function = _function(task)
     args, kwargs = pickle.loads(task.arguments)
     dist.init_process_group(
-        "gloo",
+        BACKENDS[task.device],
         init_method=f"file://{task.folder}/rendezvous",
         rank=rank,
         world_size=task.world_size,

@@ -57,8 +57,8 @@ def round_trip(
     """The `roundtrip` and `dtypes` sections of a loaded model; alike on every rank. Collective.
 
     One export in the parameters' own dtypes serves both: brought back to the source's dtype its bits must be
-    the source's; and where a parameter is wider than the source, its own bits must be the source's widened,
-    for a value that was rounded and widened again also comes back right.
+    the source's; and a float32 parameter's own bits must be the source's widened, for another value may still
+    come back as the source's.
     """
     held = list(live_tensors(chunks))
     order = {name: position for position, name in enumerate(reader.tensors)}
@@ -72,7 +72,7 @@ def round_trip(
         source, tensor = reader.slice(name), tensor.cpu()
         if not same_bits(tensor.to(source.dtype), source):
             mismatched.add(name)
-        if rounds(tensor.dtype, source.dtype) and not same_bits(tensor, source.to(tensor.dtype)):
+        if tensor.dtype == torch.float32 and not same_bits(tensor, source.float()):
             rounded.update(weights.hf[name])
     for live in held:
         sources = [tensor.name for tensor in weights.megatron[live.canonical].hf]

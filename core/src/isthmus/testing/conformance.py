@@ -4,8 +4,10 @@
         family = FAMILY
         published = (PUBLISHED,)
 
-All of it runs on a CPU, from tiny checkpoints that are written here. A tiny checkpoint goes through Megatron
-once for each case; several tests look at the same trip.
+and have conftest.py call ``pytest.register_assert_rewrite("isthmus.testing.conformance")``.
+
+All of it runs on a CPU (or on GPUs: `isthmus.testing.ranks`), from tiny checkpoints that are written here. A
+tiny checkpoint goes through Megatron once for each case; several tests look at the same trip.
 """
 
 import filecmp
@@ -21,11 +23,10 @@ import torch
 from isthmus.checkpoint.compare import compare
 from isthmus.checkpoint.reader import CheckpointReader
 from isthmus.config import HFConfig
-from isthmus.cpu import launch
 from isthmus.family import Family
 from isthmus.hosting.torch_functions import import_modeling
 from isthmus.layout import Layout
-from isthmus.testing import reference
+from isthmus.testing import ranks, reference
 from isthmus.testing.tiny import published_shapes, write_tiny
 from isthmus.testing.trip import Case, LiveParameter, Trip, go
 from isthmus.testing.variant import Variant
@@ -41,6 +42,8 @@ LAYOUTS = (
     Layout(tp=2, etp=2),
     Layout(tp=2, pp=2, ep=2),
     Layout(pp=2, vp=2),
+    Layout(cp=2),
+    Layout(tp=2, cp=2),
 )
 # Every variant goes through these two: one divides all tensors, the other all layers.
 DIVIDED, STAGED = Layout(tp=2, ep=2), Layout(pp=2)
@@ -130,8 +133,9 @@ class FamilyTests:
         def trip(case: Case) -> tuple[Path, list[Trip]]:
             target = root / _name(case, cls.builds)
             if target not in made:
-                source, ranks = checkpoint(case.variant), case.layout.world_size
-                made[target] = launch.run(ranks, go, source, target, case, timeout=TIMEOUT)
+                ranks.skip_unbuildable(case.overrides)
+                source, size = checkpoint(case.variant), case.layout.world_size
+                made[target] = ranks.run(size, go, source, target, case, timeout=TIMEOUT)
             return target, made[target]
 
         return trip
@@ -251,7 +255,7 @@ class FamilyTests:
         _, info = type(model).from_pretrained(exported, output_loading_info=True)
         strange = {key for key in info["unexpected_keys"] if not key.startswith("mtp.")}
         assert not strange | info["missing_keys"] | info["mismatched_keys"]
-        tokens = torch.arange(2, 42)[None]
+        tokens = torch.arange(2, 42, device=model.device)[None]
         with torch.no_grad():
             expected = reference.load(source, torch.float32).hf(tokens).logits
             assert torch.equal(model(tokens).logits, expected)

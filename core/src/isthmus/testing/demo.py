@@ -107,7 +107,8 @@ def _steps(chunks: Sequence[nn.Module], batch: Batch, steps: int) -> list[float]
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
     adam = OptimizerConfig(optimizer="adam", lr=LEARNING_RATE, use_distributed_optimizer=True, clip_grad=1.0)
-    optimizer = get_megatron_optimizer(adam, list(chunks))
+    models: list[Any] = list(chunks)  # MegatronModules
+    optimizer = get_megatron_optimizer(adam, models)
     losses = []
     for _ in range(steps):
         optimizer.zero_grad()

@@ -57,13 +57,14 @@ def load(folder: Path, dtype: torch.dtype, mtp_reference: str | None = None) -> 
     logging.disable_progress_bar()
     config = AutoConfig.from_pretrained(folder)
     _import_modeling(config.model_type)
-    hf, info = AutoModelForCausalLM.from_pretrained(
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
         folder,
         dtype=dtype,
         attn_implementation="eager",
         experts_implementation="eager",
         output_loading_info=True,
     )
+    hf, info = loaded
     wrong = {kind: sorted(info[kind]) for kind in ("missing_keys", "mismatched_keys") if info[kind]}
     if wrong:
         raise ValueError(f"transformers cannot load {folder}: {wrong}")

@@ -38,11 +38,11 @@ def write_tiny(
     chosen = variant if isinstance(variant, Variant) else find_variant(family, variant)
     assert family.tiny is not None
     stated = dict(chosen.config)
-    dtype = dtype or getattr(torch, stated.get("dtype") or stated["torch_dtype"])
-    tensors = make_tensors(family.tiny, chosen, seed, dtype)
+    kept: torch.dtype = dtype or getattr(torch, stated.get("dtype") or stated["torch_dtype"])
+    tensors = make_tensors(family.tiny, chosen, seed, kept)
     with Staging(target, overwrite) as staging:
         _write_shards(staging.path, tensors, chosen.shards)
-        plain = str(dtype).removeprefix("torch.")
+        plain = str(kept).removeprefix("torch.")
         config = write_config(json.dumps(stated, indent=2) + "\n", {"torch_dtype": plain})
         (staging.path / "config.json").write_text(config, encoding="utf-8")
         write_tokenizer(staging.path, stated)

@@ -50,7 +50,8 @@ def run(chunks: Sequence[nn.Module], batch: Batch, *, gradients: bool) -> Record
     for chunk in chunks:
         chunk.train(gradients)
         if gradients:
-            chunk.zero_grad_buffer()
+            wrapped: Any = chunk  # Megatron's DDP
+            wrapped.zero_grad_buffer()
             unwrapped(chunk).config.finalize_model_grads_func = finalize_model_grads
     with _Recorder(chunks) as recorder, torch.set_grad_enabled(gradients):
         losses = get_forward_backward_func()(

@@ -77,8 +77,9 @@ class Coverage:
 
 
 class WeightMap:
-    """All rules of one checkpoint. LookupError where two rules of equal rank claim one Megatron tensor.
+    """All rules of one checkpoint.
 
+    LookupError where two rules of equal rank claim one Megatron tensor, or two would write one HF tensor.
     A rule with fewer free indices is more specific and wins over a general one.
     """
 
@@ -102,11 +103,18 @@ class WeightMap:
         if contested:
             raise LookupError("two rules of equal rank claim " + ", ".join(collapse(contested)))
         self.hf: dict[str, list[str]] = {}  # HF tensor -> the Megatron tensors that export it
+        written: set[HFTensor] = set()
+        twice: list[str] = []
         for bound in self.megatron.values():
             for tensor in (*bound.hf, *bound.also):
                 names = self.hf.setdefault(tensor.name, [])
                 if bound.rule.exported:
                     names.append(bound.megatron)
+                    if tensor in written:
+                        twice.append(tensor.name)
+                    written.add(tensor)
+        if twice:
+            raise LookupError("two exported rules write " + ", ".join(collapse(twice)))
         unowned = [name for name, owners in self.hf.items() if not owners]
         if unowned:
             raise LookupError("no exported rule writes " + ", ".join(collapse(unowned)))

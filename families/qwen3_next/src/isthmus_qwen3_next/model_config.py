@@ -7,7 +7,7 @@ from typing import Any
 from megatron.training.models.gpt import GPTModelConfig
 
 from isthmus_qwen3_next.delta_net import ACTIVATIONS, activation_name
-from isthmus_qwen3_next.spec import layer_spec
+from isthmus_qwen3_next.spec import hosted_layer_spec, layer_spec, native_layer_spec
 
 
 @dataclass(kw_only=True)
@@ -32,6 +32,25 @@ class Qwen3NextModelConfig(GPTModelConfig):
     hosted_mode: str = "heads"
     cp_layout: str = "zigzag"
     hidden_act: str | None = None
+
+    @property
+    def spec_argument(self) -> Callable[..., Any]:
+        """The layer spec that stands for this config on Megatron's command line (`--spec`).
+
+        ValueError: there is none for Megatron's delta net beside HF's attention.
+        """
+        specs = {
+            ("hosted", "megatron"): layer_spec,
+            ("megatron", "megatron"): native_layer_spec,
+            ("hosted", "hosted"): hosted_layer_spec,
+        }
+        chosen = self.delta_net, self.attention
+        if chosen not in specs:
+            raise ValueError(
+                f"Megatron's --spec has no function for delta_net={chosen[0]!r} with attention={chosen[1]!r}; "
+                f"the pairs that it has are {', '.join(map(str, specs))}"
+            )
+        return specs[chosen]
 
     def __post_init__(self) -> None:
         if self.hidden_act is None:

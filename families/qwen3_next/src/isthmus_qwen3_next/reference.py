@@ -69,7 +69,7 @@ class MultiTokenPrediction(nn.Module):
 
     def forward(self, hf: Any, next_ids: Tensor, hidden: Tensor) -> Tensor:
         """(b, s, h) for the head, from the next tokens (b, s) and its final hidden states (b, s, h)."""
-        mtp = self.mtp
+        mtp: Any = self.mtp
         embedding = mtp.pre_fc_norm_embedding(hf.model.embed_tokens(next_ids))
         joined = mtp.fc(torch.cat([embedding, mtp.pre_fc_norm_hidden(hidden)], dim=-1))
         length = joined.size(1)

@@ -38,11 +38,31 @@ def layer_spec(
     `config.linear_attention_freq` says which layers have a delta net (1) and which full attention (0), and
     `config.moe_layer_freq` which have experts, as everywhere in Megatron.
     """
+    return _block(model_config, config, vp_stage)
+
+
+def native_layer_spec(
+    model_config: Any, config: TransformerConfig | int | None = None, vp_stage: int | None = None
+) -> TransformerBlockSubmodules:
+    """`layer_spec` with Megatron's delta net, for `--spec`: Megatron's arguments have no `delta_net`."""
+    return _block(model_config, config, vp_stage, delta_net="megatron", attention="megatron")
+
+
+def hosted_layer_spec(
+    model_config: Any, config: TransformerConfig | int | None = None, vp_stage: int | None = None
+) -> TransformerBlockSubmodules:
+    """`layer_spec` with HF's delta net and HF's attention, for `--spec`."""
+    return _block(model_config, config, vp_stage, delta_net="hosted", attention="hosted")
+
+
+def _block(
+    model_config: Any, config: TransformerConfig | int | None, vp_stage: int | None, **mixers: str
+) -> TransformerBlockSubmodules:
     if isinstance(config, int):
         config, vp_stage = None, config
     transformer = config or model_config.transformer
-    delta_net = getattr(model_config, "delta_net", "hosted")
-    attention = getattr(model_config, "attention", "megatron")
+    delta_net = mixers.get("delta_net") or getattr(model_config, "delta_net", "hosted")
+    attention = mixers.get("attention") or getattr(model_config, "attention", "megatron")
     params = {
         "mode": getattr(model_config, "hosted_mode", "heads"),
         "cp_layout": getattr(model_config, "cp_layout", "zigzag"),

@@ -1,0 +1,148 @@
+"""What each rank of a layout would hold, and whether the model can be divided so: no weights are read.
+
+Works from a config.json alone. Exit code 1 where the layout does not fit or a tensor has no place.
+"""
+
+import argparse
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from isthmus.cli import config_options, layout_options, output
+
+if TYPE_CHECKING:
+    from isthmus.bridge import AutoBridge
+    from isthmus.layout import Layout
+
+GIB = 1 << 30
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Source, layout, and fields of the model."""
+    parser.add_argument("source", metavar="HF_DIR", type=Path, help="checkpoint folder, or a config.json")
+    layout_options.add_layout_arguments(parser)
+    parser.add_argument(
+        "--mtp",
+        action=argparse.BooleanOptionalAction,
+        help="with the prediction (MTP) block, or without (default: as in the checkpoint or config)",
+    )
+    config_options.add_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Plan HF_DIR at the layout; 1 where something does not fit."""
+    layout, bridge = layout_options.layout(args), _bridge(args.source)
+    overrides = config_options.fields(args)
+    if args.mtp is not None:
+        overrides["mtp_num_layers"] = (bridge.megatron_fields["mtp_num_layers"] or 1) if args.mtp else None
+    document: dict[str, Any] = {
+        "model_type": bridge.hf_config.model_type,
+        "layout": layout.as_dict(),
+        "world_size": layout.world_size,
+        "stages": [],
+        "problems": layout.unsupported(bridge.family.axes),
+    }
+    document["problems"] += layout.problems({**bridge.megatron_fields, **overrides})
+    if not document["problems"]:
+        try:
+            document |= _plan(layout, args.source, overrides)
+        except ValueError as error:
+            document["problems"] = [str(error)]
+    document["passed"] = not document["problems"]
+    document["notes"] = _notes(bridge) if args.mtp is None else []
+    _print(output.console(args), document)
+    output.write_json(args, document)
+    return 0 if document["passed"] else 1
+
+
+def _bridge(source: Path) -> "AutoBridge":
+    """Bound to the checkpoint, or to the config where there are no weights."""
+    from isthmus.bridge import AutoBridge, read_config
+
+    if source.is_file():
+        return AutoBridge.from_hf_config(json.loads(source.read_text(encoding="utf-8")))
+    if not source.is_dir():
+        raise FileNotFoundError(f"{source} is neither a folder nor a config.json")
+    if any(source.glob("*.safetensors")):
+        return AutoBridge.from_hf_pretrained(source)
+    return AutoBridge.from_hf_config(json.loads(read_config(source)))
+
+
+def _plan(layout: "Layout", source: Path, overrides: dict[str, Any]) -> dict[str, Any]:
+    """The plan, made in a process of its own."""
+    from isthmus.cpu import launch
+
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # nothing is computed
+    return launch.run(1, on_rank, layout, source, overrides)[0]
+
+
+def on_rank(layout: "Layout", source: Path, overrides: dict[str, Any]) -> dict[str, Any]:
+    """In the worker: the plan's document."""
+    from isthmus.plan import plan
+
+    return plan(_bridge(source), layout, overrides)
+
+
+def _notes(bridge: "AutoBridge") -> list[str]:
+    """What the source leaves open."""
+    stated = any("mtp" in key or "nextn" in key for key in bridge.hf_config.raw)
+    if bridge.folder is not None or stated or bridge.megatron_fields.get("mtp_num_layers"):
+        return []
+    return ["config.json does not say whether there is an MTP block; planned without (--mtp plans with one)"]
+
+
+def _print(out: Any, document: dict[str, Any]) -> None:
+    """One rank of each stage, by size and by kind of parameter; the total; and what is wrong."""
+    if stages := document["stages"]:
+        out.print(_sizes(stages))
+        out.print(_kinds(stages))
+        total, ranks = document["parameters"], document["world_size"]
+        out.print(f"{document['model_type']}: {total:,} parameters on {ranks} ranks")
+    for line in document["notes"]:
+        out.print(f"note: {line}")
+    for problem in document["problems"]:
+        out.print(f"problem: {problem}")
+
+
+def _sizes(stages: list[dict[str, Any]]) -> Any:
+    head = ("stage", "layers", "parameters", "weights", "float32 gradients", "distributed Adam")
+    rows = output.table(*head, right=head[2:], title="One rank of each pipeline stage")
+    for stage in stages:
+        sizes = [_gib(stage[name]) for name in ("bytes", "gradient_bytes", "optimizer_bytes")]
+        rows.add_row(str(stage["stage"]), _ranges(stage["layers"]), f"{stage['parameters']:,}", *sizes)
+    return rows
+
+
+def _kinds(stages: list[dict[str, Any]]) -> Any:
+    """A column for each group of stages that hold the same."""
+    from isthmus.plan import KINDS
+
+    groups: list[list[dict[str, Any]]] = []
+    for stage in stages:
+        if groups and groups[-1][0]["by_kind"] == stage["by_kind"]:
+            groups[-1].append(stage)
+        else:
+            groups.append([stage])
+    head = [f"stage {_ranges([stage['stage'] for stage in group])}" for group in groups]
+    rows = output.table("parameters of one rank", *head, right=tuple(head))
+    for kind, _ in KINDS:
+        counts = [group[0]["by_kind"].get(kind, 0) for group in groups]
+        if any(counts):
+            rows.add_row(kind, *(f"{count:,}" for count in counts))
+    return rows
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / GIB:,.2f} GiB"
+
+
+def _ranges(numbers: list[int]) -> str:
+    """`0-11, 24-35` for runs of consecutive numbers."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1][1:] = [number]
+        else:
+            runs.append([number])
+    return ", ".join("-".join(map(str, run)) for run in runs)

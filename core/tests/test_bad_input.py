@@ -1,0 +1,322 @@
+"""What a user can get wrong: exit code 2, one clear message, and not a byte written."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from isthmus import cli
+from isthmus.checkpoint.compare import compare
+from isthmus.checkpoint.reader import CheckpointReader
+from isthmus.cli import workers
+from isthmus.cpu import launch
+from isthmus.layout import Layout
+from isthmus.registry import families, family
+from isthmus.testing.tiny import write_tiny
+
+pytestmark = pytest.mark.skipif("qwen3_next" not in families(), reason="needs the family qwen3_next")
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+Q_PROJ = "model.layers.3.self_attn.q_proj.weight"
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    """Every file below a folder, dot files too."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def config(**changes: Any) -> Callable[[Path], None]:
+    """Changes fields of config.json; None takes one out."""
+
+    def change(folder: Path) -> None:
+        raw = json.loads((folder / "config.json").read_text()) | changes
+        kept = {key: value for key, value in raw.items() if key not in changes or value is not None}
+        (folder / "config.json").write_text(json.dumps(kept))
+
+    return change
+
+
+def weights(change: Callable[[dict[str, Tensor]], object]) -> Callable[[Path], None]:
+    """Changes the tensors of the only file."""
+
+    def rewrite(folder: Path) -> None:
+        tensors = load_file(folder / WEIGHTS)
+        change(tensors)
+        save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+
+    return rewrite
+
+
+def data(change: Callable[[bytes], bytes], file: str = WEIGHTS) -> Callable[[Path], None]:
+    return lambda folder: (folder / file).write_bytes(change((folder / file).read_bytes())) and None
+
+
+def index(change: Callable[[dict[str, str]], object]) -> Callable[[Path], None]:
+    def rewrite(folder: Path) -> None:
+        raw = json.loads((folder / INDEX).read_text())
+        change(raw["weight_map"])
+        (folder / INDEX).write_text(json.dumps(raw))
+
+    return rewrite
+
+
+def drop_experts(tensors: dict[str, Tensor]) -> None:
+    for expert in range(4):
+        del tensors[f"model.layers.1.mlp.experts.{expert}.up_proj.weight"]
+
+
+def unlink(name: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).unlink()
+
+
+# What is done to a good checkpoint, and what the message must say.
+DAMAGED: dict[str, tuple[Callable[[Path], None], list[str]]] = {
+    "no config": (unlink("config.json"), ["has no config.json; it is not a Hugging Face checkpoint"]),
+    "config cut short": (data(lambda text: text[:-20], "config.json"), ["config.json is not valid JSON"]),
+    "no model type": (config(model_type=None), ["model_type is None, expected a name"]),
+    "unknown model type": (
+        config(model_type="gemma9"),
+        ["no installed family handles model_type 'gemma9'", "qwen3_next", "pip install isthmus-gemma9"],
+    ),
+    "unknown field": (config(attention_sinks=4), ["attention_sinks"]),
+    "no weights": (unlink(WEIGHTS), ["safetensors"]),
+    "missing tensors": (
+        weights(drop_experts),
+        ["missing from the checkpoint (4): model.layers.1.mlp.experts.{0..3}.up_proj.weight"],
+    ),
+    "unknown tensors": (
+        weights(lambda t: t.update({f"model.layers.{i}.self_attn.sinks": torch.ones(4) for i in range(4)})),
+        ["no rule for (4): model.layers.{0..3}.self_attn.sinks"],
+    ),
+    "missing and unknown tensors": (
+        weights(lambda t: t.update(renamed=t.pop("model.norm.weight"))),
+        ["missing from the checkpoint (1): model.norm.weight", "no rule for (1): renamed"],
+    ),
+    "wrong shape": (
+        weights(lambda t: t.update({Q_PROJ: t[Q_PROJ][:-2].clone()})),
+        [f"{Q_PROJ}: is (254, 64), the model's config makes it (256, 64)"],
+    ),
+    "another hidden size": (
+        config(hidden_size=128),
+        ["the model's config makes it", "model.embed_tokens.weight"],
+    ),
+    "another number of experts": (
+        config(num_experts=16),
+        ["model.layers.{0..3}.mlp.experts.{8..15}.gate_proj.weight"],
+    ),
+    "one layer too many": (config(num_hidden_layers=5), ["model.layers.4.input_layernorm.weight"]),
+    "untied without head": (
+        weights(lambda t: t.pop("lm_head.weight")),
+        ["tie_word_embeddings=False", "no lm_head.weight"],
+    ),
+    "cut short": (data(lambda raw: raw[:-1000]), [WEIGHTS]),
+    "header damaged": (data(lambda raw: raw[:8] + b"[" + raw[9:]), [WEIGHTS]),
+    "empty file": (data(lambda raw: b""), [WEIGHTS]),
+    "a download's pointer file": (
+        data(lambda raw: b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"),
+        [WEIGHTS],
+    ),
+    "quantised by config": (
+        config(quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]}),
+        ["quantised", "fp8"],
+    ),
+    "quantised by its tensors": (
+        weights(lambda t: t.update({Q_PROJ: t[Q_PROJ].to(torch.float8_e4m3fn)})),
+        ["quantised", "float8_e4m3fn", Q_PROJ],
+    ),
+}
+DAMAGED_SHARDS: dict[str, tuple[Callable[[Path], None], list[str]]] = {
+    "a shard is missing": (unlink("model-00002-of-00003.safetensors"), ["model-00002-of-00003.safetensors"]),
+    "the index names a tensor that no file has": (
+        index(lambda names: names.update(ghost="model-00001-of-00003.safetensors")),
+        ["ghost"],
+    ),
+    "the index leaves a tensor out": (index(lambda names: names.pop(Q_PROJ)), [Q_PROJ]),
+    "the index names the wrong file": (
+        index(lambda names: names.update({"model.norm.weight": "model-00001-of-00003.safetensors"})),
+        ["model.norm.weight"],
+    ),
+}
+
+
+def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    """The message of a command that must end with exit code 2."""
+    code = cli.main([str(word) for word in argv])
+    captured = capsys.readouterr()
+    assert code == 2, captured
+    assert captured.err.startswith(f"isthmus {argv[0]}: "), captured.err
+    assert "Traceback" not in captured.err
+    return captured.err
+
+
+@pytest.mark.parametrize(
+    ("variant", "damage", "words"),
+    [
+        *(pytest.param("default", *case, id=name) for name, case in DAMAGED.items()),
+        *(pytest.param("sharded", *case, id=name) for name, case in DAMAGED_SHARDS.items()),
+    ],
+)
+def test_a_damaged_checkpoint_is_refused(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    variant: str,
+    damage: Callable[[Path], None],
+    words: list[str],
+) -> None:
+    write_tiny(family("qwen3_next"), tmp_path / "hf", variant)
+    damage(tmp_path / "hf")
+    before = content(tmp_path)
+    message = refused(capsys, "roundtrip", tmp_path / "hf", tmp_path / "out", "--tp", "2")
+    assert [word for word in words if word not in message] == [], message
+    assert len(message) < 3000, "a list that nobody reads"
+    assert content(tmp_path) == before
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint that nothing is wrong with."""
+    folder = tmp_path_factory.mktemp("good") / "hf"
+    write_tiny(family("qwen3_next"), folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--tp", "3"], ["cannot divide 4 attention heads over tensor_model_parallel_size=3"]),
+        (["--ep", "3"], ["cannot divide 8 experts over expert_model_parallel_size=3"]),
+        (["--pp", "3"], ["cannot divide 4 layers over pp x vp = 3 x 1 stages", "--pipeline-layout"]),
+        (["--vp", "2"], ["vp=2 needs pp > 1"]),
+        (["--tp", "2", "--no-sp"], ["--sp"]),
+        (["--tp", "0"], ["parallel sizes must be at least 1", "'tp': 0"]),
+        (["--tp", "3", "--ep", "3"], ["attention heads over tensor_model_parallel_size=3", "8 experts over"]),
+    ],
+    ids=lambda value: " ".join(value) if value[0].startswith("--") else None,
+)
+def test_a_layout_that_does_not_fit_is_refused(
+    good: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], words: list[str]
+) -> None:
+    message = refused(capsys, "roundtrip", good, tmp_path / "out", *options)
+    assert [word for word in words if word not in message] == [], message
+    assert content(tmp_path) == {}
+
+
+def test_torchruns_ranks_must_be_the_layouts(
+    good: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    message = refused(capsys, "roundtrip", good, tmp_path / "out", "--tp", "2")
+    assert "torchrun started 3 ranks" in message
+    assert "--nproc-per-node 2" in message
+    assert content(tmp_path) == {}
+
+
+def test_a_target_that_is_not_empty_is_kept(
+    good: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "precious.txt").write_text("a")
+    monkeypatch.setattr(workers, "run", None)  # before any model is built
+    for command in ("roundtrip", "import"):
+        message = refused(capsys, command, good, tmp_path)
+        assert "is not empty (precious.txt)" in message
+        assert "--overwrite" in message
+    assert content(tmp_path) == {"precious.txt": b"a"}
+
+
+def test_a_source_is_never_its_own_target(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = tmp_path / "runs" / "hf"
+    write_tiny(family("qwen3_next"), source)
+    before = content(tmp_path)
+    refused(capsys, "roundtrip", source, source)
+    refused(capsys, "roundtrip", source, source.parent, "--overwrite")
+    assert content(tmp_path) == before
+
+
+@pytest.mark.parametrize("path", ["missing/folder/somewhere", "no:such*name"])
+def test_a_folder_that_is_not_there_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], path: str
+) -> None:
+    message = refused(capsys, "roundtrip", path, tmp_path / "out")
+    assert path in message
+
+
+def test_a_hub_id_that_is_not_cached_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    message = refused(capsys, "roundtrip", "nobody/nothing", tmp_path / "out")
+    assert "nobody/nothing is not a folder here" in message
+
+
+def test_tiny_refuses_what_it_cannot_write(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "isthmus-llama9" in refused(capsys, "tiny", "llama9", tmp_path / "out")
+    message = refused(capsys, "tiny", "qwen3_next", tmp_path / "out", "--variant", "huge")
+    assert re.search(r"no tiny variant 'huge' \(it has: default, tied, ", message)
+    assert "where to?" in refused(capsys, "tiny", "qwen3_next")
+    (tmp_path / "precious.txt").write_text("a")
+    assert "is not empty" in refused(capsys, "tiny", "qwen3_next", tmp_path)
+    assert content(tmp_path) == {"precious.txt": b"a"}
+
+
+def die_in_mid_write(folder: Path, layout: Layout, target: Path, overwrite: bool) -> None:
+    """Export, killed when this rank has written a third of what it has to."""
+    from isthmus.bridge import AutoBridge
+
+    layout.initialize()
+    bridge = AutoBridge.from_hf_pretrained(folder)
+    model = bridge.build_model(bridge.get_model_config(**layout.config_overrides()))
+    bridge.load_hf_weights(model)
+    left = sum(info.nbytes for info in bridge.reader.tensors.values()) // (3 * layout.world_size)
+
+    def advance(nbytes: int) -> None:
+        nonlocal left
+        left -= nbytes
+        if left < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    bridge.save_hf_pretrained(model, target, overwrite=overwrite, advance=advance)
+
+
+def test_a_killed_export_leaves_the_target_as_it_was(good: Path, tmp_path: Path) -> None:
+    target, layout = tmp_path / "out", Layout(tp=2).resolved()
+    write_tiny(family("qwen3_next"), target, "tied")
+    before = content(target)
+    with pytest.raises(launch.WorkerError, match="killed by SIGKILL"):
+        launch.run(2, die_in_mid_write, good, layout, target, True, timeout=120)
+    assert content(target) == before
+    assert len(list(tmp_path.iterdir())) == 2, "it was killed before it had begun, or after the end"
+
+    assert cli.main(["roundtrip", str(good), str(target), "--tp", "2", "--overwrite"]) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["out"], "what the killed run left is gone"
+    with CheckpointReader(good) as source, CheckpointReader(target) as written:
+        assert compare(source, written).equal == len(source.tensors)
+
+
+def test_a_full_disk_leaves_the_target_as_it_was(
+    good: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=600k", "none", str(disk)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("mounting a tmpfs needs root")
+    try:
+        message = refused(capsys, "roundtrip", good, disk / "out", "--tp", "2")
+        assert re.search(r"needs [\d,]+ bytes and .* has [\d,]+ free", message)
+        assert list(disk.iterdir()) == []
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
