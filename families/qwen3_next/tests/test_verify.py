@@ -266,9 +266,29 @@ def sum_where_a_slice_is_due(bridge: AutoBridge) -> None:
     """The hosted delta net's input gradient is summed over ranks that each hold the whole of it."""
     from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
-    import isthmus.hosting.module as module
+    import isthmus.hosting.regions as regions
 
-    module.enter_replicated = lambda local, group: gather_from_sequence_parallel_region(local, group=group)
+    regions.gather_over_repeated_work = lambda local, group: gather_from_sequence_parallel_region(
+        local, group=group
+    )
+
+
+def take_a_slice_where_a_sum_is_due(bridge: AutoBridge) -> None:
+    """The hosted delta net's input gradient is its own context-parallel rank's alone."""
+    from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+
+    import isthmus.hosting.regions as regions
+
+    regions.gather_over_context = lambda local, group, row: gather_from_sequence_parallel_region(
+        local, tensor_parallel_output_grad=False, group=group
+    ).index_select(0, row.natural)
+
+
+def count_the_tokens_of_a_rank(bridge: AutoBridge) -> None:
+    """The prediction loss is Megatron's, whose mean is over one context-parallel rank's tokens."""
+    import isthmus.mtp
+
+    isthmus.mtp.install = lambda: None
 
 
 def count_copies_twice(bridge: AutoBridge) -> None:
@@ -293,7 +313,9 @@ MISTAKES: dict[str, Callable[[AutoBridge], None]] = {
     "A_log rounded": round_a_log,
     "A_log off the source": a_value_that_rounds_to_the_source,
     "input gradient summed": sum_where_a_slice_is_due,
+    "input gradient cut": take_a_slice_where_a_sum_is_due,
     "copies counted twice": count_copies_twice,
+    "prediction loss of a rank": count_the_tokens_of_a_rank,
 }
 
 
@@ -369,17 +391,36 @@ def test_a_removed_rule_fails_before_anything_is_loaded(checkpoints: Callable[[s
     assert document["roundtrip"] is document["forward"] is document["gradients"] is None
 
 
-def test_a_wrong_backward_behind_a_right_forward(checkpoints: Callable[[str], Path]) -> None:
-    document = proof(checkpoints("default"), Layout(tp=2), GRADIENTS, "input gradient summed")
+@pytest.mark.parametrize(
+    ("layout", "mistake"),
+    [
+        (Layout(tp=2), "input gradient summed"),
+        (Layout(cp=2), "input gradient cut"),
+    ],
+    ids=str,
+)
+def test_a_wrong_backward_behind_a_right_forward(
+    checkpoints: Callable[[str], Path], layout: Layout, mistake: str
+) -> None:
+    request = replace(GRADIENTS, overrides={"hosted_mode": "replicated"})
+    document = proof(checkpoints("default"), layout, request, mistake)
     assert document["forward"]["rel_rms"] < 1e-5
     assert document["gradients"]["rel_rms"] > 1e-2
     assert not document["passed"]
 
 
 def test_a_norm_that_counts_copies_twice(checkpoints: Callable[[str], Path]) -> None:
-    document = proof(checkpoints("default"), Layout(tp=2), GRADIENTS, "copies counted twice")
+    request = replace(GRADIENTS, overrides={"hosted_mode": "replicated"})
+    document = proof(checkpoints("default"), Layout(tp=2), request, "copies counted twice")
     assert document["gradients"]["rel_rms"] < 1e-5
     assert document["gradients"]["grad_norm_rel_err"] > 1e-3
+    assert not document["passed"]
+
+
+def test_a_prediction_loss_that_counts_one_ranks_tokens(checkpoints: Callable[[str], Path]) -> None:
+    document = proof(checkpoints("default"), Layout(cp=2), GRADIENTS, "prediction loss of a rank")
+    assert document["forward"]["mtp"]["rel_rms"] < 1e-5
+    assert document["gradients"]["rel_rms"] > 1e-4
     assert not document["passed"]
 
 

@@ -47,7 +47,7 @@ class Qwen3NextModelConfig(GPTModelConfig):
         chosen = self.delta_net, self.attention
         if chosen not in specs:
             raise ValueError(
-                f"Megatron's --spec has no function for delta_net={chosen[0]!r} with attention={chosen[1]!r}; "
+                f"Megatron's --spec has no function for (delta_net, attention) = {chosen}; "
                 f"the pairs that it has are {', '.join(map(str, specs))}"
             )
         return specs[chosen]
