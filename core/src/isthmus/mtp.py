@@ -59,9 +59,9 @@ def loss_over_context_parallel_ranks(
     import megatron.core.transformer.multi_token_prediction as mtp
 
     def rolled(tensor: Tensor) -> Tensor:
-        return mtp.roll_tensor(
-            tensor, shifts=-1, dims=-1, cp_group=cp_group, packed_seq_params=packed_seq_params
-        )[0]
+        given: Any = {"cp_group": cp_group, "packed_seq_params": packed_seq_params}
+        found: Any = mtp.roll_tensor(tensor, shifts=-1, dims=-1, **given)
+        return found[0]
 
     def over_ranks(tensor: Tensor) -> Tensor:
         total = tensor.sum().float()
@@ -104,7 +104,7 @@ def _log(loss: Tensor, correct: Tensor, total: Tensor, depth: int, config: Any) 
     import megatron.core.transformer.multi_token_prediction as mtp
     from megatron.core import parallel_state
 
-    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    group: Any = parallel_state.get_data_parallel_group(with_context_parallel=True)
     mtp.MTPLossLoggingHelper.save_metrics_to_tracker(
         loss, correct, total, depth, config.mtp_num_layers, avg_group=group
     )
@@ -112,8 +112,9 @@ def _log(loss: Tensor, correct: Tensor, total: Tensor, depth: int, config: Any) 
 
 def _refuse_gaps(packed: Any) -> None:
     """ValueError where padding stands between packed sequences that `cu_seqlens_q` does not count."""
-    padded = None if packed is None else packed.cu_seqlens_q_padded
-    if padded is not None and not torch.equal(padded, packed.cu_seqlens_q):
+    if packed is None or packed.cu_seqlens_q_padded is None:
+        return
+    if not torch.equal(packed.cu_seqlens_q_padded, packed.cu_seqlens_q):
         raise ValueError(
             "Megatron rolls the labels of packed sequences by cu_seqlens_q, which here does not count the "
             "padding between them: the prediction loss would take a neighbour's tokens. Give the padded "

@@ -254,7 +254,8 @@ class HostedModule(MegatronModule):
             for name, parameter in hf_module.named_parameters()
             if self.share.dim(name) is None
         }
-        with get_cuda_rng_tracker().fork():
+        tracker: Any = get_cuda_rng_tracker()
+        with tracker.fork():
             self.initialise(hf_module)
         with torch.no_grad():
             for name, value in whole.items():

@@ -59,7 +59,9 @@ def batch(hosted: Any, kind: str, seed: int = 0) -> Batch:
             counts = [0, *accumulate(real[: len(lengths)])]
             counted = torch.tensor([*counts, *([counts[-1]] * len(empty))], dtype=torch.int32)
         both = (counted, counted) if kind == "packed" else (counted, counted, offsets, offsets)
-        packed = PackedSeqParams("thd", *both)
+        names = ("q", "kv", "q_padded", "kv_padded")
+        given: Any = {f"cu_seqlens_{name}": starts for name, starts in zip(names, both, strict=False)}
+        packed = PackedSeqParams(qkv_format="thd", **given)
     generator = torch.Generator().manual_seed(seed)
     shape = (total, BATCH if packed is None else 1, config.hidden_size)
     x, upstream = (torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(2))
@@ -108,6 +110,7 @@ def errors(hosted: Any, bare: nn.Module, call: Call, local: Local, kind: str) ->
     (y * given.upstream[given.own]).sum().backward()
     model.finish_grad_sync()
     _allreduce_non_tensor_model_parallel_grads([model], hosted.config)
+    assert x.grad is not None
     real = given.upstream[given.own] != 0
     found = {
         "output": rel_rms(y.detach() * real, y_bare[given.own]),

@@ -211,10 +211,10 @@ def hosted(
     rules = []
     for name, division in split.parameters.items():
         dim = split.dim(name, tp)
-        fused = {} if dim is None or division.rows is None else {"rows": division.rows}
-        parts = division.parts if fused else _WHOLE
+        rows = None if dim is None else division.rows
+        parts = _WHOLE if rows is None else division.parts
         rules.append(
-            Rule(f"{megatron}.{name}", (f"{hf}.{name}",), dim, hf_parts=(parts,), parts=parts, **fused)
+            Rule(f"{megatron}.{name}", (f"{hf}.{name}",), dim, hf_parts=(parts,), parts=parts, rows=rows)
         )
     return rules
 

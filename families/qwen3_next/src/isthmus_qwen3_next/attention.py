@@ -74,11 +74,14 @@ class HostedAttention(HostedModule):
     def _hf_config(self, config: TransformerConfig) -> Any:
         from transformers import Qwen3NextConfig
 
+        sizes: Any = {
+            "head_dim": config.kv_channels,
+            "num_attention_heads": config.num_attention_heads,
+            "num_key_value_heads": config.num_query_groups,
+        }
         hf = Qwen3NextConfig(
             hidden_size=config.hidden_size,
-            head_dim=config.kv_channels,
-            num_attention_heads=config.num_attention_heads,
-            num_key_value_heads=config.num_query_groups,
+            **sizes,
             attention_dropout=config.attention_dropout,
             rms_norm_eps=config.layernorm_epsilon,
             initializer_range=config.init_method_std,
