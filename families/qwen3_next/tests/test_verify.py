@@ -26,6 +26,7 @@ from isthmus.weights import WeightMap, per
 from isthmus_qwen3_next.family import FAMILY
 
 GRADIENTS = Request(grads=True)
+RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
 @pytest.fixture(scope="module")
@@ -124,6 +125,8 @@ def test_packed_sequences_are_those_run_one_by_one(
         (Layout(cp=2), False, {"attention": "hosted", "hosted_mode": "replicated"}),
         (Layout(cp=2), True, {"attention": "hosted", "cp_layout": "contiguous", "mtp_num_layers": None}),
         (Layout(cp=2), False, {"delta_net": "megatron"}),
+        (Layout(tp=2, cp=2), True, {"delta_net": "megatron"}),
+        (Layout(tp=2, cp=2), True, {"attention": "hosted", **RECOMPUTED}),
     ],
     ids=str,
 )

@@ -168,8 +168,9 @@ class _Recorder:
 
 def _record(into: list[Tensor]) -> Callable[..., None]:
     def record(module: nn.Module, args: Any, output: Any) -> None:
-        # A copy: the pipeline schedule frees what it has sent on.
-        into.append(output[0].detach().clone())
+        if torch._C._current_graph_task_id() == -1:  # not a backward that recomputes
+            # A copy: the pipeline schedule frees what it has sent on.
+            into.append(output[0].detach().clone())
 
     return record
 
