@@ -58,6 +58,7 @@ def make(folder: str, shape: str) -> int:
     tensors = {
         name: tensor.clone() for name, tensor in bridge.export_hf_weights(model)
     }  # no views of one storage
+    Path(folder).mkdir(parents=True)
     save_torch_state_dict(tensors, folder, max_shard_size="500MB")
     (Path(folder) / "config.json").write_text(json.dumps(config, indent=2))
     return sum(tensor.nbytes for tensor in tensors.values())

@@ -1,6 +1,7 @@
 """Import and export against the plainest code that moves the same bytes; each function runs on every rank."""
 
 import gc
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from safetensors.torch import save_file
 
 from isthmus import AutoBridge
 from isthmus.bridge import model_config_of
+from isthmus.checkpoint.reader import CheckpointReader
 from isthmus.layout import Layout
 
 CHUNK = 16 << 20  # bytes that the plain read asks for at a time
@@ -60,7 +62,8 @@ def import_cold(folder: str, layout: dict[str, int], repeats: int) -> dict[str, 
 def export(folder: str, layout: dict[str, int], repeats: int, out: str) -> dict[str, Any]:
     """`save_hf_pretrained` on all ranks against `save_file` of all tensors, in memory, on the first rank.
 
-    Neither waits for the disk. The time is that of the slowest rank.
+    Neither waits for the disk: both end when the page cache has the bytes, and both begin when it has none to
+    write. The time is that of the slowest rank.
     """
     bridge = AutoBridge.from_hf_pretrained(folder)
     model = _model(folder, layout)
@@ -85,6 +88,7 @@ def export(folder: str, layout: dict[str, int], repeats: int, out: str) -> dict[
     def clean() -> None:
         if first:
             shutil.rmtree(target, ignore_errors=True)
+            os.sync()
         dist.barrier()
 
     seconds = in_turn({"reference": plain, "isthmus": isthmus}, repeats, clean)
@@ -104,15 +108,26 @@ def memory(folder: str, layout: dict[str, int], out: str) -> dict[str, Any]:
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(out)
-    tensors = bridge.reader.tensors.values()
+    sizes = {name: info.nbytes for name, info in bridge.reader.tensors.items()}
+    total = sum(sizes.values())
+    experts = sum(nbytes for name, nbytes in sizes.items() if ".mlp.experts." in name)
+    held = [parameter.nbytes for chunk in model for parameter in chunk.parameters()]
     return {
-        "checkpoint": sum(tensor.nbytes for tensor in tensors),
-        "largest": max(tensor.nbytes for tensor in tensors),
-        "model": sum(parameter.nbytes for chunk in model for parameter in chunk.parameters()),
+        "checkpoint": total,
+        "largest": max(sizes.values()),
+        "model": sum(held),
+        "largest_held": max(held),
+        "experts": experts,
         "read": report.bytes_read,
         "import": during_import.nbytes,
         "export": during_export.nbytes,
     }
+
+
+def count(folder: str) -> int:
+    """Tensors of the checkpoint."""
+    with CheckpointReader(folder) as reader:
+        return len(reader.tensors)
 
 
 def _model(folder: str, layout: dict[str, int]) -> Any:

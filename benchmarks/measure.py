@@ -47,7 +47,9 @@ def evict(files: list[Path]) -> None:
         finally:
             os.close(fd)
         if left > 0.01:
-            raise RuntimeError(f"{left:.0%} of {path} stays in the page cache; is it mapped by a process?")
+            raise RuntimeError(
+                f"{left:.0%} of {path} stays in the page cache: it is mapped by a process, or on a tmpfs"
+            )
 
 
 def cached(fd: int, samples: int = 1000) -> float:

@@ -237,7 +237,7 @@ def test_unchanged_values_leave_the_text_as_it_is():
         "dtype": "bfloat16",
         "rms_norm_eps": 1e-6,
         "text_config.num_nextn_predict_layers": 1,
-        "name": "café",
+        "name": "caf\u00e9",
     }
     assert write_config(SOURCE, same) == SOURCE
     assert write_config(SOURCE, {}) == SOURCE

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,21 @@ def drifted(folder: Path, layout: Layout, target: Path, parameter: str, **fields
     bridge.save_hf_pretrained(model, target)
 
 
+def without_a_file(folder: Path, layout: Layout, target: Path) -> str:
+    """Save where the last rank cannot open its file; the error on this rank."""
+    from isthmus.checkpoint import save
+
+    def refuse(path: Path, tensors: object) -> None:
+        raise ValueError("no such file today")
+
+    bridge, model, _ = load(folder, layout)
+    if torch.distributed.get_rank() == layout.world_size - 1:
+        save.ShardWriter = refuse
+    with pytest.raises(ValueError, match="no such file today") as caught:
+        bridge.save_hf_pretrained(model, target)
+    return str(caught.value)
+
+
 def padding(folder: Path, layout: Layout, target: Path) -> list[int]:
     """(nonzero padding elements, padding rows) after the load; then it is soiled, and the model saved."""
     bridge, model, _ = load(folder, layout)
@@ -152,6 +168,25 @@ def test_a_copy_that_has_drifted_is_refused(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_tied_head_that_megatron_does_not_use_may_drift(
+    checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    # With an MTP block the last stage has the embedding itself, and the head beside it is never trained.
+    source, out = checkpoint("tied"), tmp_path / "out"
+    ranks.run(2, drifted, source, Layout(pp=2).resolved(), out, "output_layer.weight", timeout=120)
+    assert_same(tensors(out), tensors(source))
+
+
+def test_an_export_without_mtp_counts_no_mtp(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    source, out = tmp_path / "source", tmp_path / "out"
+    shutil.copytree(checkpoint("default"), source)
+    config = json.loads((source / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
+    (source / "config.json").write_text(json.dumps(config))
+    options = {"passthrough": False}
+    ranks.run(1, saved, source, Layout(), out, options, timeout=120, mtp_num_layers=None)
+    assert json.loads((out / "config.json").read_text()) == config | {"num_nextn_predict_layers": 0}
+
+
 def test_a_head_that_is_tied_and_differs_is_refused(
     checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -176,6 +211,15 @@ def test_files_are_cut_at_the_size_asked_for(checkpoint: Callable[[str], Path], 
     for file in files:
         assert sum(tensor.nbytes for tensor in load_file(file).values()) <= 100_000
     assert_same(found, tensors(source))
+
+
+def test_a_writer_that_refuses_on_one_rank_stops_all(
+    checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    layout = Layout(tp=2).resolved()
+    found = ranks.run(2, without_a_file, checkpoint("default"), layout, tmp_path / "out", timeout=120)
+    assert found == ["rank 1: no such file today", "no such file today"]
+    assert list(tmp_path.iterdir()) == []
 
 
 # MTP

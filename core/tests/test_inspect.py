@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import ModuleType
@@ -10,10 +11,12 @@ from types import ModuleType
 import pytest
 
 from isthmus import cli, registry
+from isthmus.checkpoint.quantised import refuse_quantised
+from isthmus.checkpoint.reader import CheckpointReader
 from isthmus.family import Family
 from isthmus.weights import WeightMap, column, ignore, passthrough, same, scope
 
-ITEM = {"BF16": 2, "F32": 4, "F8_E4M3": 1}
+ITEM = {"BF16": 2, "F32": 4, "I32": 4, "F8_E4M3": 1}
 LAYER = [same("input_layernorm.weight", "norm.weight")]
 EXPERT = [column("experts.{e}.linear_fc1.weight", "experts.{e}.up.weight")]
 
@@ -163,6 +166,38 @@ def test_quantisation_is_seen_in_config_and_dtypes(
         "format": "e4m3",
         "dtypes": ["float8_e4m3fn"],
     }
+
+
+@pytest.mark.parametrize(
+    ("tensors", "config", "expected"),
+    [
+        (
+            {},
+            {"text_config": {"quantization_config": {"quant_method": "awq", "format": "gemm"}}},
+            {"method": "awq", "format": "gemm", "dtypes": []},
+        ),
+        (
+            {"x.qweight": ("I32", (4,))},
+            {},
+            {"method": None, "format": None, "dtypes": ["int32"]},
+        ),
+        ({"position_ids": ("I32", (4,))}, {}, None),
+    ],
+    ids=["nested config", "packed", "integers that are no codes"],
+)
+def test_what_an_import_would_refuse_is_called_quantised(
+    folder: Callable[..., Path],
+    capsys: pytest.CaptureFixture[str],
+    tensors: dict[str, tuple[str, tuple[int, ...]]],
+    config: dict[str, object],
+    expected: object,
+) -> None:
+    path = folder(CHECKPOINT | tensors, **config)
+    with CheckpointReader(path) as reader:
+        refusal = pytest.raises(ValueError, match="is quantised") if expected else nullcontext()
+        with refusal:
+            refuse_quantised(config, reader.tensors)
+    assert inspect(path, capsys, expected_code=1 if tensors else 0)["quantization"] == expected
 
 
 def test_a_checkpoint_of_no_installed_family_is_described_and_refused(

@@ -12,10 +12,10 @@ def test_a_manifest_gives_back_all_but_the_data(tmp_path):
     tensors = {
         "a.w": torch.zeros(3, 4, dtype=torch.bfloat16),
         "b": torch.tensor(1.0),
-        "ü": torch.zeros(2).int(),
+        "\u00fc": torch.zeros(2).int(),
     }
     save_file(tensors, tmp_path / "model.safetensors")
-    text = '{"model_type": "x",\n  "ratio": 1.0, "name": "ü"}\n'
+    text = '{"model_type": "x",\n  "ratio": 1.0, "name": "\u00fc"}\n'
     with CheckpointReader(tmp_path) as reader:
         save_manifest(tmp_path, text, reader.tensors.values())
         manifest = load_manifest(tmp_path)

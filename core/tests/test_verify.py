@@ -13,6 +13,7 @@ import torch
 from isthmus.cli import config_options
 from isthmus.cli.verify import merged, rows
 from isthmus.layout import Layout
+from isthmus.testing import comparison
 from isthmus.testing.batch import random_batch
 from isthmus.testing.numerics import (
     FLOAT32,
@@ -24,7 +25,9 @@ from isthmus.testing.numerics import (
     rounded_bounds,
     within,
 )
+from isthmus.testing.reference import Outputs
 from isthmus.testing.report import page
+from isthmus.testing.training_step import Recorded
 from isthmus.testing.verify import Request
 
 
@@ -176,6 +179,21 @@ def test_fields_are_read_as_python_writes_them(text: str, value: Any) -> None:
 def test_what_is_not_a_field_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="expected FIELD=VALUE"):
         config_options.fields(argparse.Namespace(fields=[text]))
+
+
+# The verdict.
+
+
+@pytest.mark.parametrize("absent", ["Megatron", "Hugging Face"])
+def test_a_prediction_block_on_one_side_alone_fails(absent: str) -> None:
+    batch = random_batch(9, tokens=4, seed=0, ranks=1, microbatches=1, packed=False)
+    logits = numbers(batch.tokens, 9)
+    found = Recorded(layers={0: logits}, logits=logits, mtp_logits=logits, loss=1.0)
+    outputs = Outputs(logits=logits, layers=[logits], mtp_logits=logits, loss=1.0, mtp_loss=1.0)
+    (found if absent == "Megatron" else outputs).mtp_logits = None
+    section = comparison.forward(found, outputs, batch, FLOAT32)
+    assert comparison.failures(FLOAT32, section, None) == [f"no logits of the prediction block from {absent}"]
+    assert page(document(forward=section, passed=False))
 
 
 # What people read.

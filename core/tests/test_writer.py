@@ -70,7 +70,10 @@ def test_safetensors_reads_every_dtype_and_shape_bit_for_bit(tmp_path):
         "empty": torch.zeros(0, 4),
         "odd": random_tensor(torch.uint8, (7,)),
     }
-    tensors |= {"naïve.w": random_tensor(torch.bfloat16, (5,)), "late": random_tensor(torch.float64, (3,))}
+    tensors |= {
+        "na\u00efve.w": random_tensor(torch.bfloat16, (5,)),
+        "late": random_tensor(torch.float64, (3,)),
+    }
     with ShardWriter(tmp_path / "model.safetensors", declared(tensors)) as writer:
         for name in sorted(tensors):
             writer.write(name, tensors[name])

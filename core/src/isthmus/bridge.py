@@ -9,6 +9,7 @@ bridge.save_hf_pretrained(model, "out")
 
 import copy
 import dataclasses
+import functools
 import importlib
 import json
 import re
@@ -21,12 +22,13 @@ import torch
 from torch import nn
 
 from isthmus import registry
-from isthmus.checkpoint.load import main_dtype
+from isthmus.checkpoint.collector import collector_paused
+from isthmus.checkpoint.dtypes import main_dtype, name_of, rounds
 from isthmus.config import HFConfig
 from isthmus.decoder import dtype_fields
 from isthmus.family import Family
 from isthmus.layout import Layout
-from isthmus.weights import WeightMap
+from isthmus.weights import WeightMap, collapse
 
 
 class AutoBridge:
@@ -142,8 +144,14 @@ class AutoBridge:
         """The checkpoint's fields under `overrides`, and what follows from those."""
         fields: dict[str, Any] = {**self.megatron_fields, **self.choices, **overrides}
         dtype: torch.dtype | None = fields.get("params_dtype")
-        if "params_dtype" not in fields and self.folder is not None:
-            dtype = fields["params_dtype"] = main_dtype(self.reader.tensors.values())
+        if "params_dtype" not in {**self.choices, **overrides} and self.folder is not None:
+            stored = main_dtype(self.reader.tensors.values())
+            if dtype is not None and stored is not None and dtype != stored:
+                raise ValueError(
+                    f"config.json says {name_of(dtype)}, most of the weights are {name_of(stored)}."
+                    " Choose one with params_dtype (--dtype), or correct config.json"
+                )
+            dtype = fields["params_dtype"] = dtype or stored
         if dtype is not None:
             fields |= {**dtype_fields(dtype), **overrides}
         if fields.get("virtual_pipeline_model_parallel_size"):
@@ -200,10 +208,13 @@ class AutoBridge:
         )
 
     def _keep_precision(self, model_config: Any) -> Callable[[list[nn.Module]], list[nn.Module]]:
-        """A pre-wrap hook that marks parameters whose source has a wider dtype than the checkpoint's own."""
+        """A pre-wrap hook that marks parameters whose source has values that `params_dtype` would round.
+
+        Not where the source has the checkpoint's main dtype: rounding that is the user's choice. ValueError
+        names parameters that even float32 would round.
+        """
 
         def mark(chunks: list[nn.Module]) -> list[nn.Module]:
-            from isthmus.checkpoint.load import rounds
             from isthmus.names import live_tensors
             from isthmus.precision import mark_param_dtype
 
@@ -212,20 +223,28 @@ class AutoBridge:
             tensors = self.reader.tensors
             weights = self.weight_map(model_config)
             usual = main_dtype(tensors.values())
+            wide: dict[str, list[str]] = {}
             for live in live_tensors(chunks):
                 bound = weights.megatron.get(live.canonical)
-                sources = [tensors[hf.name].dtype for hf in bound.hf if hf.name in tensors] if bound else []
-                for dtype in sources:
-                    if (
-                        dtype != usual
-                        and rounds(dtype, live.tensor.dtype)
-                        and isinstance(live.tensor, nn.Parameter)
-                    ):
-                        mark_param_dtype(live.tensor, dtype)
+                if bound is None or not isinstance(live.tensor, nn.Parameter):
+                    continue
+                sources = {tensors[hf.name].dtype for hf in bound.hf if hf.name in tensors} - {usual}
+                dtype = functools.reduce(torch.promote_types, sources, live.tensor.dtype)
+                if rounds(dtype, torch.float32):
+                    wide.setdefault(name_of(dtype), []).append(live.canonical)
+                elif dtype != live.tensor.dtype:
+                    mark_param_dtype(live.tensor, dtype)
+            if wide:
+                raise ValueError(
+                    "parameters are float32 at most, and the checkpoint has wider numbers for some. Store"
+                    " these in float32:\n  "
+                    + "\n  ".join(f"{dtype}: {', '.join(collapse(names))}" for dtype, names in wide.items())
+                )
             return chunks
 
         return mark
 
+    @collector_paused()
     def load_hf_weights(
         self, model: Sequence[nn.Module], *, advance: Callable[[int], None] = lambda n: None
     ) -> Any:
@@ -248,7 +267,8 @@ class AutoBridge:
         """Yield (HF name, tensor), in the same order on every rank. Collective: run it to its end.
 
         `dtype` "source" is the checkpoint's dtype for each tensor. `ranks` "all" yields every tensor on every
-        rank, "owner" each on one rank only, which spares the broadcast.
+        rank, "owner" each on one rank only, which spares the broadcast. A tensor may be a view of the model's
+        own memory (on a CPU it often is): clone what is written to, or kept while the model trains on.
         """
         from isthmus.checkpoint.export import stream
 
@@ -257,6 +277,7 @@ class AutoBridge:
         for name, tensor in stream(self._plan(model, dtype), everywhere=ranks == "all"):
             yield name, tensor.cpu() if cpu else tensor
 
+    @collector_paused()
     def save_hf_pretrained(
         self,
         model: Sequence[nn.Module],
@@ -274,12 +295,13 @@ class AutoBridge:
         """
         from isthmus.checkpoint.save import config_changes, save
 
+        coverage = self.weight_map(model_config_of(model)).cover(self.keys)
         save(
             self,
             self._plan(model, dtype),
             Path(out_dir),
-            coverage=self.weight_map(model_config_of(model)).cover(self.keys),
-            config_changes=config_changes(self.config_text, as_dtype(dtype)),
+            coverage=coverage,
+            config_changes=config_changes(self.config_text, as_dtype(dtype), coverage, passthrough),
             max_shard_size=max_shard_size,
             overwrite=overwrite,
             passthrough=passthrough,
@@ -337,6 +359,7 @@ class AutoBridge:
         layout = Layout.current()
         return self.build_model(self.get_model_config(**layout.config_overrides(), **fields))
 
+    @collector_paused()
     def _plan(self, model: Sequence[nn.Module], dtype: torch.dtype | str) -> Any:
         from isthmus.checkpoint.export import plan
         from isthmus.names import live_tensors, unwrapped

@@ -49,11 +49,14 @@ def canonical(live: str, layers: Mapping[str, int], first_expert: int) -> str:
     `layers` gives each local layer's global index, ``{"decoder.layers.0": 4}``; `first_expert` is the rank's
     first.
     """
-    name = _MTP_LAYER.sub(r"\1.layer.", live)
+    name = _MTP_LAYER.sub(r"\1.layer.", live) if live.startswith("mtp.") else live
     name = _LAYER.sub(lambda m: f"{m[1]}.{layers[f'{m[1]}.{m[2]}']}.", name)
-    name = _FUSED_NORM.sub(lambda m: f"{_NORM_BEFORE[m[1].partition('.')[0]]}.{m[2]}", name)
-    name = _GROUPED.sub(lambda m: f"{m[1]}.{first_expert + int(m[4])}.{m[2]}.{m[3]}", name)
-    return _SEQUENTIAL.sub(lambda m: f"{m[1]}.{first_expert + int(m[2])}.", name)
+    if ".layer_norm_" in name:
+        name = _FUSED_NORM.sub(lambda m: f"{_NORM_BEFORE[m[1].partition('.')[0]]}.{m[2]}", name)
+    if "mlp.experts." in name:
+        name = _GROUPED.sub(lambda m: f"{m[1]}.{first_expert + int(m[4])}.{m[2]}.{m[3]}", name)
+        name = _SEQUENTIAL.sub(lambda m: f"{m[1]}.{first_expert + int(m[2])}.", name)
+    return name
 
 
 def live_tensors(chunks: Iterable[nn.Module]) -> Iterator[LiveTensor]:

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from isthmus.checkpoint.dtypes import same_bits
+
 if TYPE_CHECKING:
     from megatron.core.transformer.module import Float16Module
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -80,9 +82,8 @@ def exact_float16_module(config: "TransformerConfig", module: nn.Module) -> "Flo
 
     marks = [(param, mark) for param in module.parameters() if (mark := _mark(param)) is not None]
     for param, mark in marks:
-        if (
-            param.dtype == mark.dtype
-        ):  # also what replaced the storage: a move to another device, a new `.data`
+        # Also what replaced the storage: a move to another device, a new `.data`.
+        if param.dtype == mark.dtype:
             mark.exact = param.data
     wrapped = Float16Module(config, module)
     enforce_marked_param_dtypes(wrapped)
@@ -104,16 +105,9 @@ def _lost(param: nn.Parameter) -> str:
     mark = _mark(param)
     if mark is None or mark.exact is None or mark.exact.is_meta:
         return f"was cast to {param.dtype} with no exact value held: call mark_param_dtype before the cast"
-    if not _same_bits(mark.exact.to(device=param.device, dtype=param.dtype), param.data):
+    if not same_bits(mark.exact.to(device=param.device, dtype=param.dtype), param.data):
         return f"was changed after the cast to {param.dtype}: enforce before loading or changing values"
     return ""
-
-
-def _same_bits(a: Tensor, b: Tensor) -> bool:
-    """Bit for bit, so that NaN equals itself and 0.0 differs from -0.0."""
-    return a.shape == b.shape and torch.equal(
-        a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)
-    )
 
 
 def _refuse(reasons: dict[str, str]) -> None:

@@ -6,7 +6,6 @@ side by side.
 """
 
 import itertools
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from isthmus.checkpoint.collector import collector_paused
 from isthmus.checkpoint.gather import (
     Exchange,
     Holding,
@@ -28,22 +26,9 @@ from isthmus.checkpoint.gather import (
 )
 from isthmus.checkpoint.load import hf_shape
 from isthmus.checkpoint.place import Place
+from isthmus.checkpoint.writer import OutputTensor
 from isthmus.names import LiveTensor
-from isthmus.weights import Bound, HFTensor, Rule, WeightMap, collapse
-
-
-@dataclass(slots=True)
-class Output:
-    """An HF tensor to come: its full shape, dtype, and the rank that assembles it."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    owner: int
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
+from isthmus.weights import HFTensor, Rule, WeightMap, collapse
 
 
 class Piece(NamedTuple):
@@ -62,7 +47,8 @@ class ExportPlan:
     world_size: int
     device: torch.device
     items: list[Item]
-    outputs: dict[str, Output]
+    outputs: dict[str, OutputTensor]  # the HF tensors to come, by name
+    owners: dict[str, int]  # the rank that assembles each
     held: dict[str, torch.Tensor] = field(default_factory=dict)  # this rank's own tensors, by canonical name
 
     def steps(self) -> Iterator[tuple[Item, list[Piece]]]:
@@ -74,11 +60,18 @@ class ExportPlan:
         for batch, exchange in _one_ahead(started):
             exchange.wait()
             for item in batch:
-                found = []
-                if self.rank == item.owner:
-                    for hf, tensor in unpack(item.bound, exchange.shards(item)):
-                        found.append(Piece(hf.name, hf.index, tensor.to(self.outputs[hf.name].dtype)))
-                yield item, found
+                if self.rank != item.owner:
+                    yield item, []
+                    continue
+                rule, hf, also = item.bound.rule, item.bound.hf, item.bound.also
+                tensors = unpack(rule, exchange.shards(item))
+                if also:
+                    hf, tensors = (*hf, *also), [*tensors, *tensors * len(also)]
+                yield item, [self._piece(h, tensor) for h, tensor in zip(hf, tensors, strict=True)]
+
+    def _piece(self, hf: HFTensor, tensor: torch.Tensor) -> Piece:
+        dtype = self.outputs[hf.name].dtype
+        return Piece(hf.name, hf.index, tensor if tensor.dtype == dtype else tensor.to(dtype))
 
     def pieces(self) -> Iterator[Piece]:
         """The HF tensors that this rank owns, in plan order. Collective: run it to its end."""
@@ -96,7 +89,6 @@ def _one_ahead[T](values: Iterable[T]) -> Iterator[T]:
     yield from current
 
 
-@collector_paused()
 def plan(
     held: Sequence[LiveTensor],
     model: Any,
@@ -117,32 +109,45 @@ def plan(
     copies = [bound for bound in weights.megatron.values() if not bound.rule.exported]
     check_copies(held, known, {copy.megatron: weights.hf[copy.hf[0].name][0] for copy in copies}, model)
 
-    choose = _Owners(places(mine), known)
+    choose = _Owners(places(mine))
     exported = [bound for bound in weights.megatron.values() if bound.rule.exported]
     if order is not None:
         exported.sort(key=lambda bound: (order.get(bound.hf[0].name, len(order)), bound.hf[0].index or 0))
+    shapes = _Shapes(mine)
     items: list[Item] = []
-    outputs: dict[str, Output] = {}
+    outputs: dict[str, OutputTensor] = {}
+    owners: dict[str, int] = {}
     for bound in exported:
         holding = known[bound.megatron]
-        _, size = mine.shard(bound.rule)
-        shapes = [hf_shape(bound.rule, k, holding.shape, size) for k in range(len(bound.hf))]
-        stacked = outputs.get(bound.hf[0].name)
-        owner, holders = choose(bound.rule, holding, stacked.owner if stacked else None)
+        # A stack has one owner for all its rows.
+        owner, holders = choose(bound.rule, holding, owners.get(bound.hf[0].name))
         items.append(Item(bound, owner, holders, holding))
-        for hf, shape in (*zip(bound.hf, shapes, strict=True), *((copy, shapes[0]) for copy in bound.also)):
-            output = outputs.get(hf.name)
-            if output is None:
-                full = shape if hf.index is None else (0, *shape)
-                output = outputs[hf.name] = Output(hf.name, full, dtype_of(hf.name, holding.dtype), owner)
-            if hf.index is not None:
-                output.shape = (max(output.shape[0], hf.index + 1), *shape)
-        choose.charge(owner, holding, len(holders))
+        for hf, shape in zip((*bound.hf, *bound.also), shapes(bound.rule, holding.shape), strict=True):
+            if hf.name not in outputs:
+                full = shape if hf.index is None else (len(weights.hf[hf.name]), *shape)
+                outputs[hf.name] = OutputTensor(hf.name, dtype_of(hf.name, holding.dtype), full)
+                owners[hf.name] = owner
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     device = held[0].tensor.device if held else torch.device("cpu")
-    return ExportPlan(
-        rank, world_size, device, items, outputs, {live.canonical: live.tensor.detach() for live in held}
-    )
+    tensors = {live.canonical: live.tensor.detach() for live in held}
+    return ExportPlan(rank, world_size, device, items, outputs, owners, tensors)
+
+
+class _Shapes:
+    """Shapes of a rule's HF tensors (rows where stacked), then of their copies; worked out once a kind."""
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        self.known: dict[tuple[int, tuple[int, ...]], list[tuple[int, ...]]] = {}
+
+    def __call__(self, rule: Rule, local: tuple[int, ...]) -> list[tuple[int, ...]]:
+        found = self.known.get((id(rule), local))
+        if found is None:
+            _, size = self.place.shard(rule)
+            found = [hf_shape(rule, source, local, size) for source in range(len(rule.hf))]
+            found += [found[0]] * len(rule.also)
+            self.known[id(rule), local] = found
+        return found
 
 
 def _check_complete(weights: WeightMap, known: Mapping[str, Holding]) -> None:
@@ -163,34 +168,28 @@ def _check_complete(weights: WeightMap, known: Mapping[str, Holding]) -> None:
 class _Owners:
     """Chooses each tensor's owner: of all ranks that hold a shard of it, the one with the least to do."""
 
-    def __init__(self, everyone: Sequence[Place], known: Mapping[str, Holding]) -> None:
+    def __init__(self, everyone: Sequence[Place]) -> None:
         self.load = [0] * len(everyone)
-        self.dense: dict[int, list[tuple[int, ...]]] = {}  # stage -> the TP groups on it
-        self.experts: dict[tuple[int, int], list[tuple[int, ...]]] = {}  # (stage, ep rank) -> the ETP groups
-        dense: dict[tuple[int, int, int], dict[int, int]] = {}
-        experts: dict[tuple[int, int, int], dict[int, int]] = {}
+        # (stage, EP rank, None for what is no expert's) -> each rank there -> its TP or ETP group
+        self.groups: dict[tuple[int, int | None], dict[int, tuple[int, ...]]] = {}
+        members: dict[tuple[int, int | None, int, int], dict[int, int]] = {}
         for rank, place in enumerate(everyone):
-            dense.setdefault((place.pp, place.cp, place.dp), {})[place.tp] = rank
-            experts.setdefault((place.pp, place.ep, place.edp), {})[place.etp] = rank
-        for (stage, _, _), group in sorted(dense.items()):
-            self.dense.setdefault(stage, []).append(tuple(rank for _, rank in sorted(group.items())))
-        for (stage, ep, _), group in sorted(experts.items()):
-            self.experts.setdefault((stage, ep), []).append(tuple(rank for _, rank in sorted(group.items())))
+            members.setdefault((place.pp, None, place.cp, place.dp), {})[place.tp] = rank
+            members.setdefault((place.pp, place.ep, 0, place.edp), {})[place.etp] = rank
+        for (stage, ep, _, _), ranks in members.items():
+            group = tuple(rank for _, rank in sorted(ranks.items()))
+            self.groups.setdefault((stage, ep), {}).update(dict.fromkeys(group, group))
 
     def __call__(self, rule: Rule, holding: Holding, owner: int | None) -> tuple[int, tuple[int, ...]]:
         """(owner, the ranks whose shards it needs); `owner` is given where it is chosen already."""
-        stage = min(holding.stages)
-        groups = self.experts[stage, min(holding.ep_ranks)] if rule.expert else self.dense[stage]
+        groups = self.groups[min(holding.stages), min(holding.ep_ranks) if rule.expert else None]
         if owner is None:
-            owner = min((rank for group in groups for rank in group), key=self.load.__getitem__)
-        group = next((group for group in groups if owner in group), groups[0])
-        if rule.dim is None or len(group) == 1:
-            return owner, ((owner,) if owner in group else (group[0],))
-        return owner, group
-
-    def charge(self, owner: int, holding: Holding, shards: int) -> None:
-        """Count the tensor's bytes as the owner's work."""
-        self.load[owner] += holding.nbytes * shards
+            owner = min(groups, key=self.load.__getitem__)
+        holders = groups.get(owner) or next(iter(groups.values()))
+        if rule.dim is None:
+            holders = (owner if owner in groups else holders[0],)
+        self.load[owner] += holding.nbytes * len(holders)
+        return owner, holders
 
 
 class _Unpacker:
@@ -199,24 +198,26 @@ class _Unpacker:
     def __init__(self) -> None:
         self.places: dict[tuple[int, int, int], list[list[tuple[int, int, int]]]] = {}
 
-    def __call__(
-        self, bound: Bound, shards: Sequence[torch.Tensor]
-    ) -> Iterator[tuple[HFTensor, torch.Tensor]]:
-        rule, first = bound.rule, shards[0]
+    def __call__(self, rule: Rule, shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        first = shards[0]
         if first.dim() == 0:
-            yield bound.hf[0], first
-            return
+            return [first]
         dim = rule.dim or 0
         local = first.size(dim)
         key = (id(rule), local, len(shards))
-        if key not in self.places:
-            self.places[key] = self._runs(rule, local, len(shards))
-        for hf, runs in zip(bound.hf, self.places[key], strict=True):
-            pieces = [shards[rank].narrow(dim, start, length) for rank, start, length in runs]
-            tensor = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
-            yield hf, tensor
-            for copy in bound.also:
-                yield copy, tensor
+        places = self.places.get(key)
+        if places is None:
+            places = self.places[key] = self._runs(rule, local, len(shards))
+        found = []
+        for runs in places:
+            if len(runs) == 1:
+                rank, start, length = runs[0]
+                shard = shards[rank]
+                found.append(shard if length == local else shard.narrow(dim, start, length))
+            else:
+                pieces = [shards[rank].narrow(dim, start, length) for rank, start, length in runs]
+                found.append(torch.cat(pieces, dim))
+        return found
 
     @staticmethod
     def _runs(rule: Rule, local: int, size: int) -> list[list[tuple[int, int, int]]]:

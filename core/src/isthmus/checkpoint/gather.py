@@ -75,11 +75,14 @@ def check_copies(
     """ValueError, on every rank, where pipeline stages hold differing copies of one tensor. Collective.
 
     A copy has the same name (an MTP stage's embedding), or one of its own (a tied head): then `copy_of` gives
-    the name of the tensor that is exported.
+    the name of the tensor that is exported. A tied head beside an embedding of the same rank, as on a stage
+    with an MTP block, is no copy: Megatron allocates it, uses the embedding, and never trains it.
     """
     group = model.pg_collection.pp
     if group.size() == 1:
         return
+    own = {live.canonical for live in held}
+    held = [live for live in held if copy_of.get(live.canonical) not in own]
     stages: dict[str, set[int]] = {}
     for name, holding in holdings.items():
         stages.setdefault(copy_of.get(name, name), set()).update(holding.stages)

@@ -1,16 +1,16 @@
 """HF -> Megatron: each rank reads just the slices that its parameters are made of, without any collective."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
-from isthmus.checkpoint.collector import collector_paused
+from isthmus.checkpoint.dtypes import main_dtype, name_of, rounds, same_bits
 from isthmus.checkpoint.place import Place
-from isthmus.checkpoint.reader import CheckpointReader, TensorInfo
+from isthmus.checkpoint.reader import CheckpointReader
 from isthmus.names import LiveTensor, live_tensors, unwrapped
 from isthmus.weights import Bound, Coverage, HFTensor, Rule, Run, WeightMap, collapse
 
@@ -21,14 +21,13 @@ class LoadReport:
 
     parameters: int = 0  # Megatron tensors filled
     hf_tensors: int = 0  # tensors of the checkpoint that a rule loads, over all ranks
-    bytes_read: int = 0
+    bytes_read: int = 0  # to fill them; copies are compared before
     dtypes: dict[str, int] = field(default_factory=dict)  # dtype of the Megatron tensors -> how many
     passed_through: dict[str, str] = field(default_factory=dict)  # name -> reason
     dropped: dict[str, str] = field(default_factory=dict)
     shared: dict[str, str] = field(default_factory=dict)  # name -> the tensor that has the same content
 
 
-@collector_paused()
 def load(
     chunks: Sequence[nn.Module],
     weights: WeightMap,
@@ -37,8 +36,8 @@ def load(
 ) -> LoadReport:
     """Fill the model `chunks` of this rank from the checkpoint; `advance` is told the bytes as they are read.
 
-    Everything is checked first: ValueError lists all missing, unknown and misshapen tensors, and all
-    roundings that nobody asked for, before a parameter is touched.
+    Everything is checked first: ValueError lists all missing, unknown and misshapen tensors, all roundings
+    that nobody asked for, and all copies that differ, before a parameter is touched.
     """
     place = Place.of(unwrapped(chunks[0]))
     held = list(live_tensors(chunks))
@@ -50,8 +49,9 @@ def load(
         key=lambda pair: order[pair[0].hf[0].name],
     )
     reader.will_need((tensor.name, tensor.index) for bound, _ in pairs for tensor in bound.hf)
-    begin = reader.bytes_read
     copy = _Copier(reader, place)
+    copy.check_copies(pairs)
+    begin = reader.bytes_read
     with torch.no_grad():
         for bound, live in pairs:
             before = reader.bytes_read
@@ -62,7 +62,7 @@ def load(
         parameters=len(held),
         hf_tensors=len(coverage.loaded),
         bytes_read=reader.bytes_read - begin,
-        dtypes=dict(Counter(str(live.tensor.dtype).removeprefix("torch.") for live in held)),
+        dtypes=dict(Counter(name_of(live.tensor.dtype) for live in held)),
         passed_through=coverage.passed_through,
         dropped=coverage.dropped,
         shared={copy.name: bound.hf[0].name for bound in weights.megatron.values() for copy in bound.also},
@@ -78,43 +78,50 @@ class _Copier:
         self.runs: dict[tuple[int, int], tuple[Run, ...]] = {}
 
     def __call__(self, bound: Bound, tensor: torch.Tensor) -> None:
-        rule = bound.rule
-        dim = rule.dim or 0
+        dim = bound.rule.dim or 0
         length = tensor.size(dim) if tensor.dim() else 1
+        filled = 0
+        for run in self._runs(bound.rule, tensor):
+            target = tensor if run.length == length else tensor.narrow(dim, run.start, run.length)
+            target.copy_(self._slice(bound.hf[run.source], tensor, dim, run))
+            filled += run.length
+        if filled < length:
+            assert bound.rule.padded, f"{bound.megatron}: {filled} of {length} rows have a source"
+            tensor.narrow(dim, filled, length - filled).zero_()
+
+    def check_copies(self, pairs: Sequence[tuple[Bound, LiveTensor]]) -> None:
+        """ValueError where a tensor that the checkpoint repeats is not the same in both places."""
+        different = {
+            (copy.name, bound.hf[0].name)
+            for bound, live in pairs
+            for copy in bound.also
+            for run in self._runs(bound.rule, live.tensor)
+            if not same_bits(
+                *(self._slice(hf, live.tensor, bound.rule.dim or 0, run) for hf in (bound.hf[0], copy))
+            )
+        }
+        if different:
+            raise ValueError(
+                ", ".join(f"{copy} differs from {name}" for copy, name in sorted(different))
+                + ", but the config says that they are one (tie_word_embeddings). Set tie_word_embeddings to"
+                " false in config.json to keep both"
+            )
+
+    def _runs(self, rule: Rule, tensor: torch.Tensor) -> tuple[Run, ...]:
+        length = tensor.size(rule.dim or 0) if tensor.dim() else 1
         runs = self.runs.get((id(rule), length))
         if runs is None:
             runs = self.runs[id(rule), length] = rule.runs(length, *self.place.shard(rule))
-        filled = 0
-        for run in runs:
-            source = self._slice(bound.hf[run.source], dim, run)
-            target = tensor if run.length == length else tensor.narrow(dim, run.start, run.length)
-            target.copy_(source)
-            filled += run.length
-            for copy in bound.also:
-                self._check_same(bound.hf[run.source], copy, source, dim, run)
-        if filled < length:
-            tensor.narrow(dim, filled, length - filled).zero_()  # vocabulary padding
+        return runs
 
-    def _slice(self, hf: HFTensor, dim: int, run: Run) -> torch.Tensor:
+    def _slice(self, hf: HFTensor, target: torch.Tensor, dim: int, run: Run) -> torch.Tensor:
+        """The run's rows (or columns) of an HF tensor, or all of one that is a single number."""
+        if target.dim() == 0:
+            return self.reader.slice(hf.name, index=hf.index)
         part = slice(run.hf_start, run.hf_start + run.length)
         if dim == 0:
             return self.reader.slice(hf.name, rows=part, index=hf.index)
         return self.reader.slice(hf.name, cols=part, index=hf.index)
-
-    def _check_same(self, hf: HFTensor, copy: HFTensor, source: torch.Tensor, dim: int, run: Run) -> None:
-        if not same_bits(source, self._slice(copy, dim, run)):
-            raise ValueError(
-                f"{copy.name} differs from {hf.name}, but the config says that they are one"
-                f" (tie_word_embeddings). Set tie_word_embeddings to false in config.json to keep both"
-            )
-
-
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors have the same dtype, shape and bits; unlike `torch.equal`, NaN equals itself."""
-    if a.dtype != b.dtype or a.shape != b.shape:
-        return False
-    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
-    return torch.equal(a.contiguous().view(integers), b.contiguous().view(integers))
 
 
 def check(held: Sequence[LiveTensor], weights: WeightMap, reader: CheckpointReader, place: Place) -> Coverage:
@@ -127,37 +134,46 @@ def check(held: Sequence[LiveTensor], weights: WeightMap, reader: CheckpointRead
             f"no rule for these Megatron tensors ({len(unmapped)}): " + ", ".join(collapse(unmapped))
         )
     wanted = main_dtype(reader.tensors.values())
-    shapes: dict[str, list[str]] = {}
-    rounded: dict[str, list[str]] = {}
+    wrong: dict[str, list[str]] = {}  # what is wrong -> with which tensors
     right: set[tuple[Any, ...]] = set()  # experts are alike: one of a kind is looked at
     for live in held:
         bound = weights.megatron.get(live.canonical)
         if bound is None:
             continue
         rank, size = place.shard(bound.rule)
-        for number, hf in enumerate(bound.hf):
+        for number, hf in enumerate((*bound.hf, *bound.also)):
             info = reader.tensors.get(hf.name)
             if info is None:
                 continue
-            found = info.shape if hf.index is None else info.shape[1:]
-            kind = (id(bound.rule), number, live.tensor.shape, live.tensor.dtype, found, info.dtype)
+            source = number if number < len(bound.hf) else 0  # a copy is of a rule's only HF tensor
+            original = reader.tensors.get(bound.hf[source].name, info)
+            rows = () if hf.index is None else (len(weights.hf[hf.name]),)
+            stored = (info.shape, info.dtype, original.dtype)
+            kind = (id(bound.rule), number, live.tensor.shape, live.tensor.dtype, rows, stored)
             if kind in right:
                 continue
             try:
-                expected = hf_shape(bound.rule, number, tuple(live.tensor.shape), size)
+                expected = (*rows, *hf_shape(bound.rule, source, tuple(live.tensor.shape), size))
                 bound.rule.runs(live.tensor.size(bound.rule.dim or 0) if live.tensor.dim() else 1, rank, size)
             except ValueError as error:
                 problems.append(str(error))
                 continue
-            if expected != found:
-                shapes.setdefault(f"is {found}, the model's config makes it {expected}", []).append(hf.name)
+            dtypes = f"source is {name_of(info.dtype)}, parameter is {name_of(live.tensor.dtype)}"
+            if expected != info.shape:
+                wrong.setdefault(f"is {info.shape}, the model's config makes it {expected}", []).append(
+                    hf.name
+                )
+            elif original.dtype != info.dtype:
+                other = f"{original.name}, which it repeats, is {name_of(original.dtype)}"
+                wrong.setdefault(f"is {name_of(info.dtype)}, {other}", []).append(hf.name)
+            elif info.dtype.is_floating_point != live.tensor.is_floating_point():
+                wrong.setdefault(f"{dtypes}, numbers of another kind", []).append(hf.name)
             elif rounds(info.dtype, live.tensor.dtype) and info.dtype != wanted:
-                dtypes = f"source is {_plain(info.dtype)}, parameter is {_plain(live.tensor.dtype)}"
-                rounded.setdefault(f"{dtypes}, and no rule allows the rounding", []).append(live.canonical)
+                what = f"{dtypes}, and no rule allows the rounding"
+                wrong.setdefault(what, []).append(live.canonical)
             else:
                 right.add(kind)
-    for found_problems in (shapes, rounded):
-        problems += [f"{', '.join(collapse(names))}: {what}" for what, names in found_problems.items()]
+    problems += [f"{', '.join(collapse(dict.fromkeys(names)))}: {what}" for what, names in wrong.items()]
     if problems:
         raise ValueError(f"cannot load {reader.folder}:\n  " + "\n  ".join(dict.fromkeys(problems)))
     return coverage
@@ -169,20 +185,3 @@ def hf_shape(rule: Rule, source: int, local: tuple[int, ...], size: int) -> tupl
         return local
     dim = rule.dim or 0
     return (*local[:dim], rule.length(source, local[dim], size), *local[dim + 1 :])
-
-
-def rounds(source: torch.dtype, target: torch.dtype) -> bool:
-    """Whether some value of `source` has no exact counterpart in `target`."""
-    return torch.promote_types(source, target) != target
-
-
-def main_dtype(infos: Iterable[TensorInfo]) -> torch.dtype | None:
-    """The dtype of most of the checkpoint's bytes: rounding that to `params_dtype` is the user's choice."""
-    nbytes: Counter[torch.dtype] = Counter()
-    for info in infos:
-        nbytes[info.dtype] += info.nbytes
-    return nbytes.most_common(1)[0][0] if nbytes else None
-
-
-def _plain(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

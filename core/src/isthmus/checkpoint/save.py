@@ -1,14 +1,14 @@
 """Writing an HF folder: each owner its own files, in a staging folder that becomes the target at once."""
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from isthmus.checkpoint.collector import collector_paused
-from isthmus.checkpoint.export import ExportPlan, Output
+from isthmus.checkpoint.dtypes import name_of
+from isthmus.checkpoint.export import ExportPlan
 from isthmus.checkpoint.folder import Staging, carry_side_files
 from isthmus.checkpoint.gather import agree, from_first
 from isthmus.checkpoint.writer import (
@@ -22,8 +22,18 @@ from isthmus.checkpoint.writer import (
 from isthmus.config_text import write_config
 from isthmus.weights import Coverage, collapse
 
+# What stops one rank. The others are told before it is raised: none may wait for one that has given up.
+_FAILURES = (OSError, ValueError, LookupError)
 
-@collector_paused()
+
+class _File(NamedTuple):
+    """A file to come: the rank that writes it, and its tensors."""
+
+    name: str
+    owner: int
+    tensors: list[OutputTensor]
+
+
 def save(
     source: Any,
     planned: ExportPlan,
@@ -46,13 +56,12 @@ def save(
     names = coverage.passed_through if passthrough else ()
     copied = {name: copied_dtype or source.reader.tensors[name].dtype for name in names}
     _check_names(planned.outputs, source, coverage, copied)
-    outputs = _with_copies(planned, source, copied)
-    files = _files(outputs, parse_size(max_shard_size))
+    files = _files(_owned(planned, source, copied), parse_size(max_shard_size))
     staged: list[Staging] = []  # on the first rank
 
     def stage() -> Path:
         sources = [source.folder] if source.folder is not None else []
-        nbytes = sum(output.nbytes for output in outputs)
+        nbytes = sum(tensor.nbytes for file in files for tensor in file.tensors)
         staged.append(Staging(target, overwrite, nbytes=nbytes, sources=sources))
         return staged[0].path
 
@@ -69,7 +78,7 @@ def save(
 def _write(
     planned: ExportPlan,
     source: Any,
-    files: Mapping[str, list[Output]],
+    files: Sequence[_File],
     copied: Mapping[str, torch.dtype],
     folder: Path,
     advance: Callable[[int], None],
@@ -78,11 +87,11 @@ def _write(
     error: Exception | None = None
     writers: dict[str, ShardWriter] = {}
     try:
-        for file, outputs in files.items():
-            if outputs[0].owner == planned.rank:
-                writer = ShardWriter(folder / file, [OutputTensor(o.name, o.dtype, o.shape) for o in outputs])
-                writers |= dict.fromkeys((output.name for output in outputs), writer)
-    except OSError as failure:
+        for file in files:
+            if file.owner == planned.rank:
+                writer = ShardWriter(folder / file.name, file.tensors)
+                writers |= dict.fromkeys((tensor.name for tensor in file.tensors), writer)
+    except _FAILURES as failure:
         error = failure
     for name, index, tensor in planned.pieces():
         if error is None:
@@ -90,13 +99,17 @@ def _write(
             advance(tensor.nbytes)
     for name in copied:
         if error is None and name in writers:
-            tensor = source.reader.slice(name).to(copied[name])
+            try:
+                tensor = source.reader.slice(name).to(copied[name])
+            except _FAILURES as failure:
+                error = failure
+                continue
             error = _write_one(writers[name], name, tensor, None)
             advance(tensor.nbytes)
     for writer in dict.fromkeys(writers.values()):
         try:
             writer.close(partial=error is not None)
-        except (OSError, ValueError) as failure:
+        except _FAILURES as failure:
             error = error or failure
     return error
 
@@ -104,36 +117,28 @@ def _write(
 def _write_one(writer: ShardWriter, name: str, tensor: torch.Tensor, index: int | None) -> Exception | None:
     try:
         writer.write(name, tensor, index)
-    except (OSError, ValueError) as failure:
+    except _FAILURES as failure:
         return failure
     return None
 
 
 def _finish(
-    source: Any, files: Mapping[str, list[Output]], staging: Staging, changes: Mapping[str, Any]
+    source: Any, files: Sequence[_File], staging: Staging, changes: Mapping[str, Any]
 ) -> Exception | None:
     """Index, config and side files, then the rename; on the first rank only."""
     try:
-        write_index(
-            staging.path,
-            {
-                file: [OutputTensor(o.name, o.dtype, o.shape) for o in outputs]
-                for file, outputs in files.items()
-            },
-        )
+        write_index(staging.path, {file.name: file.tensors for file in files})
         if source.folder is not None:
             carry_side_files(source.folder, staging)
         text = write_config(source.config_text, dict(changes))
         (staging.path / "config.json").write_text(text, encoding="utf-8")
         staging.publish()
-    except (OSError, ValueError) as failure:
+    except _FAILURES as failure:
         return failure
     return None
 
 
-def _check_names(
-    outputs: Mapping[str, Output], source: Any, coverage: Coverage, copied: Iterable[str]
-) -> None:
+def _check_names(outputs: Iterable[str], source: Any, coverage: Coverage, copied: Iterable[str]) -> None:
     """ValueError where the files to come would not hold exactly the source's tensors, less those dropped."""
     if source.folder is None:
         return
@@ -148,32 +153,41 @@ def _check_names(
         raise ValueError(f"the export would not match {source.folder}:\n  " + "\n  ".join(problems))
 
 
-def _with_copies(planned: ExportPlan, source: Any, copied: Mapping[str, torch.dtype]) -> list[Output]:
-    """All tensors to write; those copied from the source go to the ranks with the least to write."""
-    outputs = list(planned.outputs.values())
-    load = dict.fromkeys(range(planned.world_size), 0)
-    for output in outputs:
-        load[output.owner] += output.nbytes
+def _owned(
+    planned: ExportPlan, source: Any, copied: Mapping[str, torch.dtype]
+) -> dict[int, list[OutputTensor]]:
+    """All tensors to write, by owner; those copied from the source go to who has the least to write."""
+    owned: dict[int, list[OutputTensor]] = {rank: [] for rank in range(planned.world_size)}
+    for name, tensor in planned.outputs.items():
+        owned[planned.owners[name]].append(tensor)
+    load = {rank: sum(tensor.nbytes for tensor in tensors) for rank, tensors in owned.items()}
     for name, dtype in copied.items():
         owner = min(load, key=load.__getitem__)
-        outputs.append(Output(name, source.reader.tensors[name].shape, dtype, owner))
-        load[owner] += outputs[-1].nbytes
-    return outputs
+        owned[owner].append(OutputTensor(name, dtype, source.reader.tensors[name].shape))
+        load[owner] += owned[owner][-1].nbytes
+    return owned
 
 
-def _files(outputs: list[Output], max_shard_size: int) -> dict[str, list[Output]]:
-    """File name -> its tensors, all of one owner; numbered by owner, alike on every rank."""
-    owned: dict[int, list[Output]] = {}
-    for output in outputs:
-        owned.setdefault(output.owner, []).append(output)
-    files = [file for _, mine in sorted(owned.items()) for file in split_files(mine, max_shard_size)]
-    return dict(zip(shard_names(len(files)), files, strict=True))
+def _files(owned: Mapping[int, list[OutputTensor]], max_shard_size: int) -> list[_File]:
+    """The files to write, each of one owner; numbered by owner, alike on every rank."""
+    cut = [(owner, file) for owner, mine in owned.items() for file in split_files(mine, max_shard_size)]
+    names = shard_names(len(cut))
+    return [_File(name, owner, tensors) for name, (owner, tensors) in zip(names, cut, strict=True)]
 
 
-def config_changes(text: str, dtype: torch.dtype | None) -> dict[str, Any]:
-    """What an export in another dtype changes in config.json."""
-    if dtype is None:
-        return {}
+def config_changes(
+    text: str, dtype: torch.dtype | None, coverage: Coverage, passthrough: bool
+) -> dict[str, Any]:
+    """What an export changes in config.json: its dtype, and the counts of what it leaves out."""
     raw = json.loads(text)
-    plain = str(dtype).removeprefix("torch.")
-    return {key: plain for key in ("torch_dtype", "dtype") if raw.get(key) not in (None, plain)}
+    sections = [
+        raw,
+        *(value for key, value in raw.items() if key.endswith("_config") and isinstance(value, dict)),
+    ]
+    changes: dict[str, Any] = {}
+    if dtype is not None:
+        plain = name_of(dtype)
+        changes |= {key: plain for key in ("torch_dtype", "dtype") if raw.get(key) not in (None, plain)}
+    if not passthrough:
+        changes |= {key: 0 for key in coverage.counts if any(section.get(key) for section in sections)}
+    return changes

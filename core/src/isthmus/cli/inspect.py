@@ -6,7 +6,7 @@ is still described, then the request fails with the family's error.
 
 import argparse
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 EXPERT = re.compile(r"(?:^|\.)experts\.(\d+)\.")
 STACKED_EXPERTS = re.compile(r"(?:^|\.)experts\.\D")
-CODES = ("float8", "float4", "int8", "uint8", "int32", "uint32")  # dtypes of quantised values and scales
 MTP = re.compile(r"mtp\.layers\.(\d+)\.")
 
 
@@ -53,9 +52,11 @@ def run(args: argparse.Namespace) -> int:
 
 def describe(config: "HFConfig", tensors: Mapping[str, "TensorInfo"]) -> dict[str, Any]:
     """What config and headers say without a family; the fields that need one are null."""
+    from isthmus.checkpoint.dtypes import name_of
+
     dtypes: dict[str, dict[str, int]] = {}
     for info in tensors.values():
-        row = dtypes.setdefault(_plain(info.dtype), {"tensors": 0, "parameters": 0, "bytes": 0})
+        row = dtypes.setdefault(name_of(info.dtype), {"tensors": 0, "parameters": 0, "bytes": 0})
         row["tensors"] += 1
         row["parameters"] += _elements(info)
         row["bytes"] += info.nbytes
@@ -67,7 +68,7 @@ def describe(config: "HFConfig", tensors: Mapping[str, "TensorInfo"]) -> dict[st
         "parameters": sum(row["parameters"] for row in dtypes.values()),
         "bytes": sum(row["bytes"] for row in dtypes.values()),
         "dtypes": dict(sorted(dtypes.items(), key=lambda item: -item[1]["bytes"])),
-        "quantization": _quantization(config, tensors.values()),
+        "quantization": _quantization(config, tensors),
         "experts": _experts(tensors),
         "tie_word_embeddings": config.get("tie_word_embeddings"),
         "family": None,
@@ -100,18 +101,14 @@ def map_tensors(config: "HFConfig", tensors: Mapping[str, "TensorInfo"]) -> dict
     }
 
 
-def _quantization(config: "HFConfig", infos: Iterable["TensorInfo"]) -> dict[str, Any] | None:
+def _quantization(config: "HFConfig", tensors: Mapping[str, "TensorInfo"]) -> dict[str, Any] | None:
     """The method that the config names, and the stored types that are codes, not numbers; None if neither."""
-    stated = config.get("quantization_config")
-    codes = sorted({dtype for info in infos if (dtype := _plain(info.dtype)).startswith(CODES)})
-    if stated is None and not codes:
+    from isthmus.checkpoint.quantised import find_quantised
+
+    found = find_quantised(config.raw, tensors)
+    if not found.declared and not found.codes:
         return None
-    stated = stated or {}
-    return {
-        "method": stated.get("quant_method"),
-        "format": stated.get("fmt", stated.get("format")),
-        "dtypes": codes,
-    }
+    return {"method": found.method, "format": found.format, "dtypes": sorted(found.codes)}
 
 
 def _experts(tensors: Mapping[str, "TensorInfo"]) -> dict[str, Any] | None:
@@ -143,10 +140,6 @@ def _elements(info: "TensorInfo") -> int:
     for size in info.shape:
         count *= size
     return count
-
-
-def _plain(dtype: Any) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _print(out: Any, document: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ Exit code 1 where any check fails.
 """
 
 import argparse
+import os
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,6 +37,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Verify HF_DIR at the layout; 1 where a check fails."""
+    if workers.under_torchrun():
+        from isthmus.cpu.worker import EXACT
+
+        os.environ.update(EXACT)
     import torch
 
     from isthmus.bridge import AutoBridge

@@ -62,15 +62,16 @@ def _run_here(layout: "Layout", function: Callable[..., Any], args: tuple[Any, .
         )
     import torch
 
-    if torch.cuda.is_available():
+    from isthmus.cpu.worker import BACKENDS
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        backend = "cpu:gloo,cuda:nccl"
     else:
         import isthmus.cpu
 
         isthmus.cpu.install()
-        backend = "gloo"
-    torch.distributed.init_process_group(backend)
+    torch.distributed.init_process_group(BACKENDS[device])
     results: list[Any] = [None] * world_size
     torch.distributed.all_gather_object(results, on_rank(layout, function, args))
     torch.distributed.destroy_process_group()

@@ -19,7 +19,7 @@ from isthmus.cpu.transfer import Failure, Task, dumps
 
 FOREVER = timedelta(days=7)  # a gloo timeout has to be finite
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}  # objects and CPU tensors go by gloo on both
-# Before CUDA is loaded: GPUs compute as exactly, and in as fixed an order, as a comparison in float32 needs.
+# Of a process, before it imports torch: GPUs then compute as exactly as a comparison in float32 needs.
 EXACT = {
     "NVIDIA_TF32_OVERRIDE": "0",  # cuBLAS and cuDNN, whoever calls them: Transformer Engine asks for TF32
     "TRITON_F32_DEFAULT": "ieee",  # fla's kernels

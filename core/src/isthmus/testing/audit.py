@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from isthmus.checkpoint.dtypes import rounds, same_bits
 from isthmus.checkpoint.export import plan, stream
-from isthmus.checkpoint.load import rounds, same_bits
 from isthmus.checkpoint.reader import CheckpointReader
 from isthmus.names import live_tensors, unwrapped
 from isthmus.weights import WeightMap

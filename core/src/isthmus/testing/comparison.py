@@ -1,5 +1,6 @@
 """What a Megatron model gave beside what Hugging Face gave: the numbers, and what they may be."""
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -66,8 +67,13 @@ def forward(
         for number, output in enumerate(outputs.layers)
     ]
     diverging = [row["layer"] for row in layers if not within(row["rel_rms"], bounds.forward)]
-    mtp = None
-    if outputs.mtp_logits is not None and found.mtp_logits is not None:
+    mtp: dict[str, Any] | None = None
+    if outputs.mtp_logits is None or found.mtp_logits is None:
+        if outputs.mtp_logits is not found.mtp_logits:  # one side alone has a prediction block
+            absent = "Megatron" if found.mtp_logits is None else "Hugging Face"
+            mtp = {"rel_rms": math.inf, "max_abs": math.inf, "kl": math.inf, "argmax_agreement": 0.0}
+            mtp |= {"hf_loss": outputs.mtp_loss, "absent_from": absent}
+    else:
         # A sequence's last token has no next one to join; Megatron runs it on a made-up one, without loss.
         kept = torch.cat([torch.arange(len(s) - 1) < len(s) - 2 for s in batch.sequences])
         mtp = _logits(found.mtp_logits[kept], outputs.mtp_logits) | {"hf_loss": outputs.mtp_loss}
@@ -95,7 +101,9 @@ def failures(bounds: Bounds, forward: dict[str, Any], grads: dict[str, Any] | No
     check("logits", forward["rel_rms"], bounds.forward)
     if (first := forward["first_diverging_layer"]) is not None:
         check(f"hidden states, from layer {first} on,", forward["layers"][first]["rel_rms"], bounds.forward)
-    if forward["mtp"]:
+    if forward["mtp"] and (absent := forward["mtp"].get("absent_from")):
+        lines.append(f"no logits of the prediction block from {absent}")
+    elif forward["mtp"]:
         check("logits of the prediction block", forward["mtp"]["rel_rms"], bounds.forward)
     if grads:
         if grads["missing"]:

@@ -42,6 +42,8 @@ class Ignored:
     pattern: str
     because: str
     copied: bool
+    counted_by: tuple[str, ...] = ()
+    """Config fields that say how many there are: 0 in an export that leaves them out."""
 
 
 def ignore(pattern: str, because: str) -> Ignored:
@@ -49,9 +51,9 @@ def ignore(pattern: str, because: str) -> Ignored:
     return Ignored(pattern, because, copied=False)
 
 
-def passthrough(pattern: str, because: str) -> Ignored:
+def passthrough(pattern: str, because: str, counted_by: tuple[str, ...] = ()) -> Ignored:
     """Source tensors that are not loaded, and exported with the source's own bytes."""
-    return Ignored(pattern, because, copied=True)
+    return Ignored(pattern, because, copied=True, counted_by=counted_by)
 
 
 @dataclass(slots=True)
@@ -60,6 +62,7 @@ class Coverage:
 
     loaded: set[str] = field(default_factory=set)
     passed_through: dict[str, str] = field(default_factory=dict)  # name -> reason
+    counts: set[str] = field(default_factory=set)  # config fields that count the tensors passed through
     dropped: dict[str, str] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)  # a rule wants it, the checkpoint lacks it
     unknown: list[str] = field(default_factory=list)  # the checkpoint has it, no rule wants it
@@ -134,6 +137,7 @@ class WeightMap:
                 coverage.unknown.append(name)
             elif entry.copied:
                 coverage.passed_through[name] = entry.because
+                coverage.counts.update(entry.counted_by)
             else:
                 coverage.dropped[name] = entry.because
         coverage.missing = [name for name in self.hf if name not in seen]

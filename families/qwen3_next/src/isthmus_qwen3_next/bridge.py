@@ -21,6 +21,7 @@ from isthmus.weights import (
     vocabulary,
 )
 from isthmus_qwen3_next import heads
+from isthmus_qwen3_next.config import MTP_COUNTS
 
 
 def weights(hf: HFConfig, keys: frozenset[str], model: Any) -> WeightMap:
@@ -50,7 +51,9 @@ def weights(hf: HFConfig, keys: frozenset[str], model: Any) -> WeightMap:
     )
 
 
-_WITHOUT_MTP = passthrough("mtp.*", because="the model was built without its MTP block (mtp_num_layers=None)")
+_WITHOUT_MTP = passthrough(
+    "mtp.*", because="the model was built without its MTP block (mtp_num_layers=None)", counted_by=MTP_COUNTS
+)
 
 
 def _embeddings(hf: HFConfig, keys: frozenset[str]) -> list[Rule]:

@@ -1,0 +1,38 @@
+"""Dtypes and bits: what a dtype is called, what a change of dtype loses, which one a checkpoint is of."""
+
+from collections import Counter
+from collections.abc import Iterable
+
+import torch
+
+from isthmus.checkpoint.header import TensorInfo
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """The dtype's name as config.json and people write it: "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def rounds(source: torch.dtype, target: torch.dtype) -> bool:
+    """Whether some value of `source` has no exact counterpart in `target`, both floats or both integers."""
+    return torch.promote_types(source, target) != target
+
+
+def main_dtype(infos: Iterable[TensorInfo]) -> torch.dtype | None:
+    """The float dtype of most of the checkpoint's bytes; None where there are no floats.
+
+    Rounding that one to `params_dtype` is the user's choice, rounding another never is.
+    """
+    nbytes: Counter[torch.dtype] = Counter()
+    for info in infos:
+        if info.dtype.is_floating_point:
+            nbytes[info.dtype] += info.nbytes
+    return nbytes.most_common(1)[0][0] if nbytes else None
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors have the same dtype, shape and bits; unlike `torch.equal`, NaN equals itself."""
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
+    return torch.equal(a.contiguous().view(integers), b.contiguous().view(integers))
