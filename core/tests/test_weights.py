@@ -8,6 +8,10 @@ import torch
 from torch import Tensor
 
 from isthmus.weights import (
+    COLUMNS,
+    ROWS,
+    SHARED,
+    Heads,
     HFTensor,
     Parts,
     Rule,
@@ -20,6 +24,8 @@ from isthmus.weights import (
     passthrough,
     per,
     row,
+    rows_by_parts,
+    rows_over,
     same,
     scope,
     stacked_swiglu,
@@ -340,3 +346,54 @@ def _values(text: str) -> list[int]:
         first, _, last = run.partition("..")
         values += range(int(first), int(last or first) + 1)
     return values
+
+
+# Heads.
+
+DIVIDED = Heads(
+    counts={"num_attention_heads": 8, "num_query_groups": 2},
+    parameters={
+        "q.weight": ROWS,
+        "k.weight": rows_over("num_query_groups"),
+        "conv.weight": rows_by_parts(query=8, key=16),
+        "norm.weight": SHARED,
+        "o.weight": COLUMNS,
+    },
+)
+
+
+def whole_rows(rule: Rule, name: str, length: int, tp: tuple[int, int], cp: tuple[int, int]) -> list[int]:
+    """The rows of the whole HF tensor that a rank runs: those of its shard, by the rule, that are its own."""
+    held = [0] * (length if rule.dim is None else length // tp[1])
+    for run in rule.runs(len(held), *tp):
+        held[run.start : run.start + run.length] = range(run.hf_start, run.hf_start + run.length)
+    own = DIVIDED.own(name, len(held), tp, cp)
+    return [row for piece in own for row in held[piece.start : piece.start + piece.length]]
+
+
+@pytest.mark.parametrize(("tp", "cp"), [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4), (4, 2), (2, 4)])
+def test_ranks_run_their_heads_in_order_of_tensor_then_context_parallel_rank(tp: int, cp: int) -> None:
+    rules = {rule.megatron: rule for rule in hosted("m", "h", split=DIVIDED, tp=tp)}
+    for rank in range(tp * cp):
+        place = (rank // cp, tp), (rank % cp, cp)
+        heads = range(rank * 8 // (tp * cp), (rank + 1) * 8 // (tp * cp))
+        group = rank * 2 // (tp * cp)
+        groups = range(group, max(group + 1, (rank + 1) * 2 // (tp * cp)))
+
+        def run(name: str, length: int, place: tuple = place) -> list[int]:
+            return whole_rows(rules[f"m.{name}"], name, length, *place)
+
+        assert run("q.weight", 24) == [row for head in heads for row in range(3 * head, 3 * head + 3)]
+        assert run("o.weight", 24) == run("q.weight", 24)
+        assert run("k.weight", 6) == [row for group in groups for row in range(3 * group, 3 * group + 3)]
+        query, key = list(heads), [8 + row for head in heads for row in (2 * head, 2 * head + 1)]
+        assert run("conv.weight", 24) == query + key
+        assert run("norm.weight", 3) == []
+
+
+def test_heads_without_a_division_have_a_reason() -> None:
+    assert DIVIDED.problems(4, 2) == []
+    assert DIVIDED.problems(3, 1) == [
+        "cannot divide 8 num_attention_heads over tp x cp = 3 x 1 ranks",
+        "cannot divide 2 num_query_groups over tp x cp = 3 x 1 ranks",
+    ]

@@ -13,5 +13,7 @@ class TestQwen3Next(FamilyTests):
     builds: ClassVar = {
         **BUILDS,
         "native": {"delta_net": "megatron"},
+        "hosted-attention": {"attention": "hosted"},
+        "replicated": {"attention": "hosted", "hosted_mode": "replicated"},
         "local-native": {"delta_net": "megatron", "transformer_impl": "local"},
     }

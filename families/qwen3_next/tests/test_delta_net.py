@@ -242,9 +242,7 @@ def train(delta_net: str, tp: int, sp: bool) -> dict:
 @pytest.mark.parametrize(
     ("delta_net", "tp", "sp"),
     [
-        ("hosted", 1, False),
-        ("hosted", 2, False),
-        ("hosted", 2, True),
+        ("hosted", 1, False),  # more ranks: test_hosted.py
         ("megatron", 1, False),
         ("megatron", 2, True),
     ],
@@ -289,7 +287,7 @@ def packed(delta_net: str, tp: int, sp: bool) -> tuple[float, float, bool]:
     )
 
 
-@pytest.mark.parametrize(("delta_net", "tp", "sp"), [("hosted", 2, True), ("megatron", 2, True)])
+@pytest.mark.parametrize(("delta_net", "tp", "sp"), [("hosted", 1, False), ("megatron", 2, True)])
 def test_packed_sequences_equal_separate_ones(delta_net, tp, sp):
     for output, gradient, same in launch.run(tp, packed, delta_net, tp, sp, timeout=180):
         assert output < EXACT
@@ -334,12 +332,3 @@ def test_decay_rates_stay_exact_in_a_bf16_model(delta_net):
     assert dtype == "torch.bfloat16"
     assert distance < 3e-2  # bfloat16's 3 digits through five roundings
     assert still, "an optimizer step with lr 0 changed A_log"
-
-
-def build_with_cp() -> None:
-    delta_net_layer("hosted", context_parallel_size=2)
-
-
-def test_context_parallelism_is_refused():
-    with pytest.raises(ValueError, match="context_parallel_size is 2"):
-        launch.run(2, build_with_cp, timeout=180)

@@ -75,12 +75,17 @@ def other_files(folder: Path) -> dict[str, bytes]:
     }
 
 
-@pytest.mark.parametrize("delta_net", ["hosted", "megatron"])
-def test_any_layout_exports_what_another_one_imported(source: Path, tmp_path: Path, delta_net: str) -> None:
+@pytest.mark.parametrize(
+    "fields", [{}, {"delta_net": "megatron"}, {"attention": "hosted"}, {"hosted_mode": "replicated"}], ids=str
+)
+def test_any_layout_exports_what_another_one_imported(
+    source: Path, tmp_path: Path, fields: dict[str, str]
+) -> None:
     wide, megatron = Layout(tp=2), tmp_path / "megatron"
-    reports = run(wide, import_, source, wide, megatron, delta_net=delta_net)
+    layouts = {"deep": Layout(pp=2), "experts": Layout(ep=2, dp=2), "mixed": Layout(tp=2, cp=2)}
+    reports = run(wide, import_, source, wide, megatron, **fields)
     assert all(report.hf_tensors == len(CheckpointReader(source).tensors) for report in reports)
-    for name, layout in {"deep": Layout(pp=2), "experts": Layout(ep=2, dp=2)}.items():
+    for name, layout in layouts.items():
         run(layout, export, megatron, layout, tmp_path / name)
         assert same_tensors(source, tmp_path / name), name
         assert other_files(tmp_path / name) == other_files(source), name

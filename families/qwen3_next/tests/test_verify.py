@@ -26,6 +26,7 @@ from isthmus.weights import WeightMap, per
 from isthmus_qwen3_next.family import FAMILY
 
 GRADIENTS = Request(grads=True)
+RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
 @pytest.fixture(scope="module")
@@ -52,8 +53,6 @@ def proof(folder: Path, layout: Layout, request: Request, mistake: str = "none")
 def on_rank(folder: Path, layout: Layout, request: Request, mistake: str) -> dict[str, Any]:
     layout.initialize()
     bridge = AutoBridge.from_hf_pretrained(folder)
-    if layout.cp > 1:  # with the hosted delta net it is refused
-        bridge.family = replace(bridge.family, axes=bridge.family.axes | {"cp"})
     MISTAKES[mistake](bridge)
     return verify(bridge, layout, request, lambda stage: contextlib.nullcontext())
 
@@ -118,12 +117,30 @@ def test_packed_sequences_are_those_run_one_by_one(
     assert document["failures"] == []
 
 
-def test_context_parallel_ranks_hold_both_ends_of_a_sequence(checkpoints: Callable[[str], Path]) -> None:
-    """Megatron's delta net divides sequences; its prediction block is not exact then, and left out."""
-    overrides = {"delta_net": "megatron", "mtp_num_layers": None}
-    document = proof(checkpoints("default"), Layout(cp=2, dp=2), replace(GRADIENTS, overrides=overrides))
+@pytest.mark.parametrize(
+    ("layout", "packed", "overrides"),
+    [
+        (Layout(cp=2, dp=2), False, {}),
+        (Layout(cp=2), True, {}),
+        (Layout(tp=2, cp=2), False, {}),
+        (Layout(tp=2, cp=2), True, {"attention": "hosted"}),
+        (Layout(pp=2, cp=2), False, {}),
+        (Layout(cp=2), False, {"attention": "hosted", "hosted_mode": "replicated"}),
+        (Layout(cp=2), True, {"attention": "hosted", "cp_layout": "contiguous", "mtp_num_layers": None}),
+        (Layout(cp=2), False, {"delta_net": "megatron"}),
+        (Layout(tp=2, cp=2), True, {"delta_net": "megatron"}),
+        (Layout(tp=2, cp=2), True, {"attention": "hosted", **RECOMPUTED}),
+    ],
+    ids=str,
+)
+def test_sequences_divided_over_ranks_are_those_of_one(
+    checkpoints: Callable[[str], Path], layout: Layout, packed: bool, overrides: dict[str, Any]
+) -> None:
+    request = replace(GRADIENTS, packed=packed, overrides=overrides)
+    document = proof(checkpoints("default"), layout, request)
     print(overall(document))
     assert document["failures"] == []
+    assert (document["forward"]["mtp"] is None) == ("mtp_num_layers" in overrides)
 
 
 def test_sequences_longer_than_a_chunk_of_the_delta_rule(checkpoints: Callable[[str], Path]) -> None:
@@ -255,9 +272,29 @@ def sum_where_a_slice_is_due(bridge: AutoBridge) -> None:
     """The hosted delta net's input gradient is summed over ranks that each hold the whole of it."""
     from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
-    import isthmus.hosting.module as module
+    import isthmus.hosting.regions as regions
 
-    module.enter_replicated = lambda local, group: gather_from_sequence_parallel_region(local, group=group)
+    regions.gather_over_repeated_work = lambda local, group: gather_from_sequence_parallel_region(
+        local, group=group
+    )
+
+
+def take_a_slice_where_a_sum_is_due(bridge: AutoBridge) -> None:
+    """The hosted delta net's input gradient is its own context-parallel rank's alone."""
+    from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+
+    import isthmus.hosting.regions as regions
+
+    regions.gather_over_context = lambda local, group, row: gather_from_sequence_parallel_region(
+        local, tensor_parallel_output_grad=False, group=group
+    ).index_select(0, row.natural)
+
+
+def count_the_tokens_of_a_rank(bridge: AutoBridge) -> None:
+    """The prediction loss is Megatron's, whose mean is over one context-parallel rank's tokens."""
+    import isthmus.mtp
+
+    isthmus.mtp.install = lambda: None
 
 
 def count_copies_twice(bridge: AutoBridge) -> None:
@@ -282,7 +319,9 @@ MISTAKES: dict[str, Callable[[AutoBridge], None]] = {
     "A_log rounded": round_a_log,
     "A_log off the source": a_value_that_rounds_to_the_source,
     "input gradient summed": sum_where_a_slice_is_due,
+    "input gradient cut": take_a_slice_where_a_sum_is_due,
     "copies counted twice": count_copies_twice,
+    "prediction loss of a rank": count_the_tokens_of_a_rank,
 }
 
 
@@ -358,17 +397,36 @@ def test_a_removed_rule_fails_before_anything_is_loaded(checkpoints: Callable[[s
     assert document["roundtrip"] is document["forward"] is document["gradients"] is None
 
 
-def test_a_wrong_backward_behind_a_right_forward(checkpoints: Callable[[str], Path]) -> None:
-    document = proof(checkpoints("default"), Layout(tp=2), GRADIENTS, "input gradient summed")
+@pytest.mark.parametrize(
+    ("layout", "mistake"),
+    [
+        (Layout(tp=2), "input gradient summed"),
+        (Layout(cp=2), "input gradient cut"),
+    ],
+    ids=str,
+)
+def test_a_wrong_backward_behind_a_right_forward(
+    checkpoints: Callable[[str], Path], layout: Layout, mistake: str
+) -> None:
+    request = replace(GRADIENTS, overrides={"hosted_mode": "replicated"})
+    document = proof(checkpoints("default"), layout, request, mistake)
     assert document["forward"]["rel_rms"] < 1e-5
     assert document["gradients"]["rel_rms"] > 1e-2
     assert not document["passed"]
 
 
 def test_a_norm_that_counts_copies_twice(checkpoints: Callable[[str], Path]) -> None:
-    document = proof(checkpoints("default"), Layout(tp=2), GRADIENTS, "copies counted twice")
+    request = replace(GRADIENTS, overrides={"hosted_mode": "replicated"})
+    document = proof(checkpoints("default"), Layout(tp=2), request, "copies counted twice")
     assert document["gradients"]["rel_rms"] < 1e-5
     assert document["gradients"]["grad_norm_rel_err"] > 1e-3
+    assert not document["passed"]
+
+
+def test_a_prediction_loss_that_counts_one_ranks_tokens(checkpoints: Callable[[str], Path]) -> None:
+    document = proof(checkpoints("default"), Layout(cp=2), GRADIENTS, "prediction loss of a rank")
+    assert document["forward"]["mtp"]["rel_rms"] < 1e-5
+    assert document["gradients"]["rel_rms"] > 1e-4
     assert not document["passed"]
 
 
@@ -429,7 +487,8 @@ def test_a_failed_check_is_exit_code_1_and_says_which(
         (["--packed", "--tokens", "4"], "cannot pack sequences of 4 tokens"),
         (["--set", "no_such_field=1"], "no_such_field"),
         (["--set", "delta_net"], "expected FIELD=VALUE"),
-        (["--cp", "2"], "does not support cp=2"),
+        (["--cp", "2", "--tokens", "30"], "cannot divide rows of 30 tokens over tp=1 and cp=2"),
+        (["--cp", "8", "--tokens", "32"], "cannot divide 4 delta-net key heads over tp x cp=8"),
         (["--report", "/no/such/folder/page.html"], "there is no folder /no/such/folder"),
     ],
 )

@@ -8,6 +8,8 @@ from itertools import pairwise
 
 import torch
 
+from isthmus.zigzag import zigzag
+
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
@@ -51,24 +53,4 @@ def packed(starts: list[int], real_starts: list[int], total: int, cp_size: int =
             order[rank].append(start + zigzag(length, rank, cp_size))
     return Tokens(
         torch.cat(sequence), torch.cat(position), torch.cat(valid), tuple(torch.cat(parts) for parts in order)
-    )
-
-
-def zigzag(length: int, rank: int, cp_size: int) -> torch.Tensor:
-    """Positions of `rank`'s tokens: of 2 * cp_size chunks, the rank-th from the front and from the back.
-
-    Raises:
-        ValueError: `length` does not divide into that many chunks.
-    """
-    if cp_size == 1:
-        return torch.arange(length)
-    chunk, rest = divmod(length, 2 * cp_size)
-    if rest:
-        raise ValueError(
-            f"cannot divide a sequence of {length} tokens into the {2 * cp_size} chunks of "
-            f"context_parallel_size={cp_size}: pad it"
-        )
-    back = 2 * cp_size - 1 - rank
-    return torch.cat(
-        [torch.arange(rank * chunk, (rank + 1) * chunk), torch.arange(back * chunk, (back + 1) * chunk)]
     )

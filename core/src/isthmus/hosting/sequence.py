@@ -1,8 +1,62 @@
-"""Packed sequences as bounds in the packed dimension: pure, no tensors of activations."""
+"""Where the tokens of a batch lie: sequences as bounds, and the order in which ranks hold them. Pure.
 
+Positions are those of a whole row, over all ranks, in natural order.
+"""
+
+import weakref
+from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
+from typing import Any
 
+import torch
 from megatron.core.packed_seq_params import PackedSeqParams
+
+from isthmus.zigzag import order
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A row of `tokens` over all ranks: its sequences, and how context parallelism divides it.
+
+    `order` (tokens,) is the natural index of each token, rank by rank as they are held; None where that is
+    the natural order. `natural` is its inverse.
+    """
+
+    tokens: int
+    bounds: tuple[tuple[int, int], ...]
+    order: torch.Tensor | None
+    natural: torch.Tensor | None
+
+
+def row(
+    packed: PackedSeqParams | None, tokens: int, batch: int, cp_size: int, layout: str, device: torch.device
+) -> Row:
+    """The row of (tokens, batch, h), `tokens` counted over all ranks. ValueError: see `sequence_bounds`."""
+    if packed is None:
+        return _row(((0, tokens),), tokens, cp_size, layout, device)
+    key = (tokens, batch, cp_size, layout, device)
+    last = _last.get("row")
+    if last is None or last[0]() is not packed or last[1] != key:
+        # All layers ask for the same; reading the bounds waits for the GPU.
+        found = _row(tuple(sequence_bounds(packed, tokens, batch)), tokens, cp_size, layout, device)
+        last = _last["row"] = (weakref.ref(packed), key, found)
+    return last[2]
+
+
+_last: dict[str, Any] = {}  # the last packed row: (reference to its parameters, key, Row)
+
+
+@lru_cache(maxsize=8)
+def _row(
+    bounds: tuple[tuple[int, int], ...], tokens: int, cp_size: int, layout: str, device: torch.device
+) -> Row:
+    if cp_size == 1:
+        return Row(tokens, bounds, None, None)
+    held = order(list(bounds), cp_size, layout)
+    if bool((held == torch.arange(tokens)).all()):
+        return Row(tokens, bounds, None, None)
+    return Row(tokens, bounds, held.to(device), held.argsort().to(device))
 
 
 def sequence_bounds(packed: PackedSeqParams, tokens: int, batch: int) -> list[tuple[int, int]]:
@@ -20,8 +74,8 @@ def sequence_bounds(packed: PackedSeqParams, tokens: int, batch: int) -> list[tu
         raise ValueError("a hosted module needs equal cu_seqlens_q and cu_seqlens_kv")
     if starts[:1] != [0] or starts != sorted(starts) or starts[-1] > tokens:
         raise ValueError(
-            f"cu_seqlens must rise from 0 to at most the {tokens} packed tokens, got {starts}. Under "
-            "sequence parallelism it counts the tokens of all tensor-parallel ranks"
+            f"cu_seqlens must rise from 0 to at most the {tokens} packed tokens, got {starts}. It counts the "
+            "tokens of all tensor-parallel (under sequence parallelism) and context-parallel ranks"
         )
     starts.append(tokens)
     return [(start, stop) for start, stop in pairwise(starts) if stop > start]

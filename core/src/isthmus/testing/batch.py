@@ -1,6 +1,8 @@
 """The tokens of a comparison: which sequence goes to which rank and microbatch, the same on every process."""
 
+import math
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -17,6 +19,8 @@ class Batch:
     sequences: tuple[Tensor, ...]  # (L + 1,), int64
     per_microbatch: int
     packed: bool  # a microbatch is one row of sequences end to end, instead of one row for each
+    multiple: int = 1  # packed: each sequence is padded to a multiple of this,
+    row_multiple: int = 1  # and the last one until the row is a multiple of this
 
     @property
     def tokens(self) -> int:
@@ -24,10 +28,27 @@ class Batch:
         return sum(len(sequence) - 1 for sequence in self.sequences)
 
     @property
-    def row(self) -> int:
-        """Tokens of one row of a microbatch."""
+    def bounds(self) -> list[tuple[int, int]]:
+        """Where the sequences of a row lie, [(start, stop)] with their padding."""
         lengths = [len(sequence) - 1 for sequence in self.sequences[: self.per_microbatch]]
-        return sum(lengths) if self.packed else lengths[0]
+        if not self.packed:
+            return [(0, lengths[0])]
+        padded = [length + -length % self.multiple for length in lengths]
+        padded[-1] += -sum(padded) % self.row_multiple
+        return list(pairwise([0, *accumulate(padded)]))
+
+    @property
+    def row(self) -> int:
+        """Tokens of one row of a microbatch, with padding."""
+        return self.bounds[-1][1]
+
+    @property
+    def kept(self) -> Tensor:
+        """Positions in a row that are no padding, in order."""
+        lengths = [len(sequence) - 1 for sequence in self.sequences[: self.per_microbatch]]
+        return torch.cat(
+            [torch.arange(start, start + n) for (start, _), n in zip(self.bounds, lengths, strict=False)]
+        )
 
     def microbatches(self, rank: int, size: int) -> list[list[Tensor]]:
         """The sequences of data-parallel `rank` of `size`, one list for each microbatch."""
@@ -37,13 +58,22 @@ class Batch:
 
 
 def random_batch(
-    vocabulary: int, *, tokens: int, seed: int, ranks: int, microbatches: int, packed: bool
+    vocabulary: int,
+    *,
+    tokens: int,
+    seed: int,
+    ranks: int,
+    microbatches: int,
+    packed: bool,
+    tp: int = 1,
+    cp: int = 1,
 ) -> Batch:
     """Uniformly random token ids; `ranks` data-parallel ranks with `microbatches` each.
 
     Args:
         tokens: length of a sequence. Packed: two rows' worth of tokens in three unequal sequences, none of a
             length that divides evenly into anything.
+        tp, cp: ranks that a row is divided over; packed sequences are padded for them where cp > 1.
     """
     if packed and tokens < 8:
         raise ValueError(f"cannot pack sequences of {tokens} tokens; use at least 8")
@@ -55,4 +85,6 @@ def random_batch(
         for _ in range(ranks * microbatches)
         for length in lengths
     )
-    return Batch(sequences, per_microbatch=len(lengths), packed=packed)
+    multiple = 2 * cp if cp > 1 else 1
+    row_multiple = math.lcm(multiple, cp * tp) if cp > 1 else 1
+    return Batch(sequences, len(lengths), packed, multiple, row_multiple)

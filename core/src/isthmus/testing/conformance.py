@@ -43,6 +43,8 @@ LAYOUTS = (
     Layout(tp=2, etp=2),
     Layout(tp=2, pp=2, ep=2),
     Layout(pp=2, vp=2),
+    Layout(cp=2),
+    Layout(tp=2, cp=2),
 )
 # Every variant goes through these two: one divides all tensors, the other all layers.
 DIVIDED, STAGED = Layout(tp=2, ep=2), Layout(pp=2)

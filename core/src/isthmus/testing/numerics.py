@@ -25,7 +25,8 @@ class Difference:
         """Add one piece. ValueError where the shapes differ: nothing is broadcast, nothing is left out."""
         if found.shape != expected.shape:
             raise ValueError(f"cannot compare shape {tuple(found.shape)} with {tuple(expected.shape)}")
-        delta = found.detach().float().cpu() - expected.detach().float().cpu()
+        wide = torch.promote_types(torch.promote_types(found.dtype, expected.dtype), torch.float32)
+        delta = found.detach().to(wide).cpu() - expected.detach().to(wide).cpu()
         self.squares += delta.double().square().sum().item()
         self.expected_squares += expected.detach().double().square().sum().item()
         # max() of Python drops a NaN that comes second

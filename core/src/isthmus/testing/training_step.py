@@ -6,14 +6,17 @@ training run. Hooks record; nothing of the model is changed.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from isthmus.names import unwrapped
 from isthmus.testing.batch import Batch
+from isthmus.zigzag import order
 
 
 @dataclass(slots=True)
@@ -40,7 +43,10 @@ def run(chunks: Sequence[nn.Module], batch: Batch, *, gradients: bool) -> Record
     groups, config = model.pg_collection, model.config
     microbatches = batch.microbatches(groups.dp.rank(), groups.dp.size())
     device = next(model.parameters()).device
-    feeds = [_feed(sequences, batch.packed, groups.cp, device) for sequences in microbatches]
+    layout = getattr(getattr(model, "isthmus_model_config", None), "cp_layout", "zigzag")
+    held = order(batch.bounds, groups.cp.size(), layout)
+    own = held.chunk(groups.cp.size())[groups.cp.rank()]
+    feeds = [_feed(sequences, batch, own, device) for sequences in microbatches]
     for chunk in chunks:
         chunk.train(gradients)
         if gradients:
@@ -57,9 +63,10 @@ def run(chunks: Sequence[nn.Module], batch: Batch, *, gradients: bool) -> Record
             micro_batch_size=len(feeds[0]["input_ids"]),
             forward_only=not gradients,
         )
-    own = recorder.collected(config.mtp_num_layers or 0, model_vocabulary(model), groups.tp)
-    place = groups.dp.rank(), groups.cp.rank()
-    return _joined(own if groups.tp.rank() == 0 else None, losses, place, batch)
+    # A rank has its tokens; over all of them, the row's, of which padding is dropped.
+    kept = held.argsort()[batch.kept]
+    found = recorder.collected(config.mtp_num_layers or 0, model_vocabulary(model), kept)
+    return _joined(found, losses, groups, batch)
 
 
 def model_vocabulary(model: Any) -> int:
@@ -67,29 +74,33 @@ def model_vocabulary(model: Any) -> int:
     return getattr(model, "isthmus_model_config", model).vocab_size
 
 
-def _feed(sequences: list[Tensor], packed: bool, cp_group: Any, device: torch.device) -> dict[str, Any]:
-    """Megatron's arguments for one microbatch, this context-parallel rank's part of each row."""
-    tokens, labels = [s[:-1] for s in sequences], [s[1:] for s in sequences]
-    positions = [torch.arange(len(t)) for t in tokens]
-    rank, size = cp_group.rank(), cp_group.size()
+def _feed(sequences: list[Tensor], batch: Batch, own: Tensor, device: torch.device) -> dict[str, Any]:
+    """Megatron's arguments for one microbatch: of its rows' tokens, the `own` ones.
 
-    def join(rows: list[Tensor]) -> Tensor:
-        row = torch.cat(rows)[None] if packed else torch.stack(rows)
-        parts = row.chunk(2 * size, 1)
-        return torch.cat([parts[rank], parts[-1 - rank]], 1).to(device) if size > 1 else row.to(device)
+    Padding counts as its sequence's: causal layers do not let it reach another token, and the loss is masked.
+    """
+
+    def row(tokens: list[Tensor]) -> Tensor:
+        """(b, s) or, packed, (1, s) of the sequences' tokens, 0 for padding."""
+        if not batch.packed:
+            return torch.stack(tokens)[:, own].to(device)
+        lengths = [stop - start for start, stop in batch.bounds]
+        padded = [pad(t, (0, length - len(t))) for t, length in zip(tokens, lengths, strict=True)]
+        return torch.cat(padded)[None, own].to(device)
 
     feed: dict[str, Any] = {
-        "input_ids": join(tokens),
-        "labels": join(labels),
-        "position_ids": join(positions),
+        "input_ids": row([s[:-1] for s in sequences]),
+        "labels": row([s[1:] for s in sequences]),
+        "position_ids": row([torch.arange(len(s) - 1) for s in sequences]),
+        "loss_mask": row([torch.ones(len(s) - 1) for s in sequences]),
         "attention_mask": None,
     }
-    if packed:
+    if batch.packed:
         from megatron.core.packed_seq_params import PackedSeqParams
 
-        lengths = torch.tensor([0, *(len(t) for t in tokens)])
-        starts = lengths.cumsum(0).to(torch.int32).to(device)
-        longest = int(lengths.max())
+        offsets = [0, *(stop for _, stop in batch.bounds)]
+        starts = torch.tensor(offsets, dtype=torch.int32, device=device)
+        longest = max(stop - start for start, stop in batch.bounds)
         feed["packed_seq_params"] = PackedSeqParams(
             qkv_format="thd",
             cu_seqlens_q=starts,
@@ -102,13 +113,14 @@ def _feed(sequences: list[Tensor], packed: bool, cp_group: Any, device: torch.de
 
 def _forward_step(feeds: Iterator[dict[str, Any]], model: nn.Module) -> tuple[Tensor, Any]:
     """Megatron's forward step: the chunk's output, and what makes a loss of the last chunk's."""
-    return model(**next(feeds)), _loss
+    feed = next(feeds)
+    return model(**feed), partial(_loss, mask=feed["loss_mask"])
 
 
-def _loss(losses: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _loss(losses: Tensor, *, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(sum over tokens, number of tokens, the sum to report) of the tokens' losses (b, s)."""
-    total = losses.float().sum()
-    return total, torch.tensor(losses.numel(), dtype=torch.int, device=losses.device), total.detach()
+    total = (losses.float() * mask).sum()
+    return total, mask.sum().to(torch.int), total.detach()
 
 
 class _Recorder:
@@ -133,73 +145,69 @@ class _Recorder:
         for handle in self.handles:
             handle.remove()
 
-    def collected(self, mtp_layers: int, vocabulary: int, tp_group: Any) -> dict[str | int, Tensor]:
-        """(T, ...) of this rank's sequences by layer, "logits" or "mtp". Collective over `tp_group`."""
-        sequence_parallel = self.chunks[0].config.sequence_parallel
+    def collected(self, mtp_layers: int, vocabulary: int, kept: Tensor) -> dict[str | int, Tensor]:
+        """(T, ...) of this rank's sequences by layer, "logits" or "mtp".
+
+        Collective over the tensor- and context-parallel groups. `kept` are the tokens to keep, in order, of
+        those that the context-parallel ranks hold.
+        """
+        model = self.chunks[0]
+        tp, cp = model.pg_collection.tp, model.pg_collection.cp
+        sequence_parallel = [(tp, 0)] if model.config.sequence_parallel else []
         found: dict[str | int, Tensor] = {}
         for number, outputs in sorted(self.layers.items()):
-            found[number] = _whole(outputs, 0, tp_group if sequence_parallel else None)
+            found[number] = _whole(outputs, [*sequence_parallel, (cp, 0)], kept)
         calls = 1 + mtp_layers  # of the head, in each microbatch
+        divided = [(tp, -1), (cp, 0)]
         if self.head:
-            found["logits"] = _whole(self.head[mtp_layers::calls], -1, tp_group)[:, :vocabulary]
+            found["logits"] = _whole(self.head[mtp_layers::calls], divided, kept)[:, :vocabulary]
         if self.head and mtp_layers:
-            found["mtp"] = _whole(self.head[0::calls], -1, tp_group)[:, :vocabulary]
+            found["mtp"] = _whole(self.head[0::calls], divided, kept)[:, :vocabulary]
         return found
 
 
 def _record(into: list[Tensor]) -> Callable[..., None]:
     def record(module: nn.Module, args: Any, output: Any) -> None:
-        # A copy: the pipeline schedule frees what it has sent on.
-        into.append(output[0].detach().clone())
+        if torch._C._current_graph_task_id() == -1:  # not a backward that recomputes
+            # A copy: the pipeline schedule frees what it has sent on.
+            into.append(output[0].detach().clone())
 
     return record
 
 
-def _whole(outputs: list[Tensor], dim: int, group: Any) -> Tensor:
-    """Outputs (s, b, ...) of the microbatches, gathered along `dim` over `group`, as (T, ...) on the CPU."""
+def _whole(outputs: list[Tensor], groups: Sequence[tuple[Any, int]], kept: Tensor) -> Tensor:
+    """Outputs (s, b, ...) of the microbatches as (T, ...) on the CPU: gathered over each of `groups`, which
+    divides a dim, and then only the `kept` of all s."""
     rows = []
     for output in outputs:
-        parts = [output]
-        if group is not None and group.size() > 1:
-            parts = [torch.empty_like(output) for _ in range(group.size())]
-            dist.all_gather(parts, output.contiguous(), group=group)
-        rows.append(torch.cat(parts, dim).transpose(0, 1).flatten(0, 1).cpu())
+        for group, dim in groups:
+            if group.size() > 1:
+                parts = [torch.empty_like(output) for _ in range(group.size())]
+                dist.all_gather(parts, output.contiguous(), group=group)
+                output = torch.cat(parts, dim)
+        rows.append(output[kept.to(output.device)].transpose(0, 1).flatten(0, 1).cpu())
     return torch.cat(rows)
 
 
-def _joined(
-    own: dict[str | int, Tensor] | None, losses: list[Tensor], rank: tuple[int, int], batch: Batch
-) -> Recorded | None:
-    """The records of all ranks as one, on the first; `rank` is (data, context parallel). Collective."""
+def _joined(own: dict[str | int, Tensor], losses: list[Tensor], groups: Any, batch: Batch) -> Recorded | None:
+    """The records of all ranks as one, on the first. Collective."""
     from megatron.core import parallel_state
 
-    last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
-    total = float(torch.stack(list(losses)).sum()) if last and own is not None else 0.0
+    last, first = parallel_state.is_pipeline_last_stage(ignore_virtual=True), groups.tp.rank() == 0
+    total = float(torch.stack(list(losses)).sum()) if last and first else 0.0
     everyone: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object((rank, own, total), everyone)
+    record = own if first and groups.cp.rank() == 0 else None  # the others have the same
+    dist.gather_object((groups.dp.rank(), record, total), everyone)
     if everyone is None:
         return None
-    parts: dict[str | int, dict[int, dict[int, Tensor]]] = {}
-    for (dp_rank, cp_rank), found, _ in everyone:
+    parts: dict[str | int, dict[int, Tensor]] = {}
+    for rank, found, _ in everyone:
         for place, tensor in (found or {}).items():
-            parts.setdefault(place, {}).setdefault(dp_rank, {})[cp_rank] = tensor
-    whole = {
-        place: torch.cat([_ends_joined(shares, batch.row) for _, shares in sorted(found.items())])
-        for place, found in parts.items()
-    }
+            parts.setdefault(place, {})[rank] = tensor
+    whole = {place: torch.cat([t for _, t in sorted(found.items())]) for place, found in parts.items()}
     return Recorded(
         layers={place: whole[place] for place in sorted(p for p in whole if isinstance(p, int))},
         logits=whole.get("logits"),
         mtp_logits=whole.get("mtp"),
         loss=sum(loss for _, _, loss in everyone) / batch.tokens,
     )
-
-
-def _ends_joined(shares: dict[int, Tensor], length: int) -> Tensor:
-    """(T, ...) of whole sequences of `length` tokens from context-parallel shares by rank."""
-    size = len(shares)
-    if size == 1:
-        return shares[0]
-    halves = [shares[rank].unflatten(0, (-1, 2, length // (2 * size))) for rank in range(size)]
-    order = [half[:, 0] for half in halves] + [half[:, 1] for half in reversed(halves)]
-    return torch.stack(order, 1).flatten(0, 2)

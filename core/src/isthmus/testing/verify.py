@@ -5,6 +5,7 @@ would train it, in the checkpoint's dtype, whose bits are audited; and one in th
 which runs (the same one, where the dtypes are the same).
 """
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -43,14 +44,14 @@ class Request:
             raise ValueError(f"cannot compare sequences of {self.tokens} tokens; use at least 2")
         row = 2 * self.tokens if self.packed else self.tokens
         parts = layout.tp if layout.sequence_parallel else 1
-        parts *= 2 * layout.cp if layout.cp > 1 else 1  # a rank has one part from each end
-        if row % parts:
+        if layout.cp > 1:
+            parts = math.lcm(2 * layout.cp, layout.cp * parts)  # a rank has one part from each end
+        padded = self.packed and layout.cp > 1
+        if row % parts and not padded:
             raise ValueError(
                 f"cannot divide rows of {row} tokens over tp={layout.tp} and cp={layout.cp};"
                 f" use a multiple of {parts} for --tokens"
             )
-        if self.packed and layout.cp > 1:
-            raise ValueError(f"cannot compare packed sequences at cp={layout.cp}; use --cp 1 with --packed")
 
 
 def verify(bridge: "AutoBridge", layout: "Layout", request: Request, watch: Watch) -> dict[str, Any]:
@@ -135,6 +136,8 @@ def _compare(
         ranks=layout.dp,
         microbatches=max(2, layout.pp),
         packed=request.packed,
+        tp=layout.tp,
+        cp=layout.cp,
     )
     with watch("forward"):
         found = training_step.run(chunks, batch, gradients=request.grads)

@@ -1,5 +1,12 @@
 """Weight rules: pure data and arithmetic on names and row numbers. No torch.distributed, no megatron."""
 
+from isthmus.weights.heads import COLUMNS as COLUMNS
+from isthmus.weights.heads import ROWS as ROWS
+from isthmus.weights.heads import SHARED as SHARED
+from isthmus.weights.heads import Division as Division
+from isthmus.weights.heads import Heads as Heads
+from isthmus.weights.heads import rows_by_parts as rows_by_parts
+from isthmus.weights.heads import rows_over as rows_over
 from isthmus.weights.map import Bound as Bound
 from isthmus.weights.map import Coverage as Coverage
 from isthmus.weights.map import HFTensor as HFTensor

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from isthmus.weights.heads import Heads
 from isthmus.weights.parts import Interval, Parts, concatenated
 
 _WHOLE = Parts(("rows",))
@@ -196,9 +197,25 @@ def stacked_swiglu(megatron: str, hf: str, rows: int) -> list[Rule]:
     ]
 
 
-def hosted(megatron: str, hf: str, names: Iterable[str]) -> list[Rule]:
-    """An HF module run as it is: its parameters `names`, whole on every rank."""
-    return [same(f"{megatron}.{name}", f"{hf}.{name}") for name in names]
+def hosted(
+    megatron: str, hf: str, names: Iterable[str] = (), *, split: Heads | None = None, tp: int = 1
+) -> list[Rule]:
+    """An HF module run as it is: its parameters `names` whole on every rank, or those of `split` divided.
+
+    Args:
+        tp: tensor-parallel ranks; more than there are heads of a kind, and each holds all of that kind.
+    """
+    if split is None:
+        return [same(f"{megatron}.{name}", f"{hf}.{name}") for name in names]
+    rules = []
+    for name, division in split.parameters.items():
+        dim = split.dim(name, tp)
+        rows = None if dim is None else division.rows
+        parts = _WHOLE if rows is None else division.parts
+        rules.append(
+            Rule(f"{megatron}.{name}", (f"{hf}.{name}",), dim, hf_parts=(parts,), parts=parts, rows=rows)
+        )
+    return rules
 
 
 def scope(megatron: str, hf: str, rules: Iterable[Rule], **indices: Sequence[int]) -> list[Rule]:

@@ -4,6 +4,7 @@ from typing import Any
 
 from isthmus.config import HFConfig
 from isthmus.weights import (
+    Heads,
     Rule,
     WeightMap,
     column,
@@ -19,11 +20,8 @@ from isthmus.weights import (
     swiglu,
     vocabulary,
 )
+from isthmus_qwen3_next import heads
 from isthmus_qwen3_next.config import MTP_COUNTS
-
-# HF's delta net, parameter by parameter: hosted, they are Megatron's as they are.
-DELTA_NET = ("in_proj_qkvz.weight", "in_proj_ba.weight", "conv1d.weight", "A_log", "dt_bias", "norm.weight")
-DELTA_NET += ("out_proj.weight",)
 
 
 def weights(hf: HFConfig, keys: frozenset[str], model: Any) -> WeightMap:
@@ -32,16 +30,18 @@ def weights(hf: HFConfig, keys: frozenset[str], model: Any) -> WeightMap:
     full = [i for i, kind in enumerate(model.linear_attention_freq) if not kind]
     sparse = [i for i, kind in enumerate(model.moe_layer_freq) if kind]
     dense = [i for i, kind in enumerate(model.moe_layer_freq) if not kind]
-    delta_net = (
-        _native_delta_net(hf) if getattr(model, "delta_net", "hosted") == "megatron" else _hosted_delta_net()
-    )
+    delta_net, attention = _native_delta_net(hf), _attention(hf)
+    if getattr(model, "delta_net", "hosted") == "hosted":
+        delta_net = _hosted("linear_attn", heads.delta_net(model), model)
+    if getattr(model, "attention", "megatron") == "hosted":
+        attention = _hosted("self_attn", heads.attention(model), model)
     decoder, layer = "decoder.layers.{i}", "model.layers.{i}"
     return WeightMap(
         [
             *_embeddings(hf, keys),
             same("decoder.final_layernorm.weight", "model.norm.weight"),
             *scope(decoder, layer, _norms(), i=range(len(model.linear_attention_freq))),
-            *scope(decoder, layer, _attention(hf), i=full),
+            *scope(decoder, layer, attention, i=full),
             *scope(decoder, layer, delta_net, i=linear),
             *scope(decoder, layer, _moe(hf, "model.layers.", keys), i=sparse),
             *scope(decoder, layer, swiglu("mlp", "mlp", hf["intermediate_size"]), i=dense),
@@ -93,8 +93,12 @@ def _attention(hf: HFConfig) -> list[Rule]:
     ]
 
 
-def _hosted_delta_net() -> list[Rule]:
-    return hosted("self_attention.linear_attn", "linear_attn", DELTA_NET)
+def _hosted(name: str, division: Heads, model: Any) -> list[Rule]:
+    """HF's module `name`, its heads divided over tensor-parallel ranks or whole on each."""
+    megatron = f"self_attention.{name}"
+    if getattr(model, "hosted_mode", "heads") == "replicated":
+        return hosted(megatron, name, division.parameters)
+    return hosted(megatron, name, split=division, tp=getattr(model, "tensor_model_parallel_size", 1))
 
 
 def _native_delta_net(hf: HFConfig) -> list[Rule]:

@@ -12,6 +12,8 @@ from torch import nn
 from isthmus.hosting.module import HostedModule
 from isthmus.hosting.torch_functions import import_modeling
 from isthmus.precision import mark_param_dtype
+from isthmus.weights import Heads
+from isthmus_qwen3_next import heads
 
 SIZES = (  # fields of the same name and meaning in HF's config and Megatron's
     "linear_conv_kernel_dim",
@@ -28,6 +30,10 @@ class HostedDeltaNet(HostedModule):
 
     hosted_name = "linear_attn"
     fp32_params = ("A_log",)  # a decay rate exp(-exp(A_log) dt): rounding it moves what the layer remembers
+
+    def heads(self, config: TransformerConfig) -> Heads:
+        """Value heads with their key head."""
+        return heads.delta_net(config)
 
     def build_hf_module(self, config: TransformerConfig) -> nn.Module:
         """HF's module for one linear-attention layer of `config`."""

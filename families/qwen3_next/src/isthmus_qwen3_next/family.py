@@ -11,6 +11,7 @@ FAMILY = Family(
     model_types=("qwen3_next",),
     model_config=megatron_config,
     weights=weights,
+    axes=frozenset({"tp", "sp", "pp", "vp", "ep", "etp", "cp", "dp"}),
     config_class="isthmus_qwen3_next.model_config:Qwen3NextModelConfig",
     problems=problems,
     tiny=TINY,

@@ -7,7 +7,7 @@ from typing import Any
 from megatron.training.models.gpt import GPTModelConfig
 
 from isthmus_qwen3_next.delta_net import ACTIVATIONS, activation_name
-from isthmus_qwen3_next.spec import layer_spec, native_layer_spec
+from isthmus_qwen3_next.spec import hosted_layer_spec, layer_spec, native_layer_spec
 
 
 @dataclass(kw_only=True)
@@ -15,21 +15,42 @@ class Qwen3NextModelConfig(GPTModelConfig):
     """A GPTModelConfig whose layers are :func:`isthmus_qwen3_next.spec.layer_spec`; built by GPTModelBuilder.
 
     Attributes:
-        delta_net: "hosted" runs HF's module, whole on every tensor-parallel rank; "megatron" runs Megatron's,
-            its heads divided over tensor-parallel ranks.
+        delta_net: "hosted" runs HF's module, "megatron" Megatron's.
+        attention: of the decoder's full-attention layers, "megatron" or "hosted"; the MTP block's is
+            Megatron's.
+        hosted_mode: "heads" divides the heads of hosted modules over tensor and context parallelism;
+            "replicated" runs them whole on every rank, for sizes that do not divide them.
+        cp_layout: how context parallelism divides sequences, "zigzag" or, where no module is Megatron's,
+            "contiguous".
         hidden_act: name of `transformer.activation_func`, taken from it when None. A config written by
-        `as_dict`
-            holds no functions, and `from_dict` gets this one back by its name.
+            `as_dict` holds no functions, and `from_dict` gets this one back by its name.
     """
 
     transformer_layer_spec: Any | Callable[..., Any] | None = layer_spec
     delta_net: str = "hosted"
+    attention: str = "megatron"
+    hosted_mode: str = "heads"
+    cp_layout: str = "zigzag"
     hidden_act: str | None = None
 
     @property
     def spec_argument(self) -> Callable[..., Any]:
-        """The layer spec that stands for this config on Megatron's command line (`--spec`)."""
-        return native_layer_spec if self.delta_net == "megatron" else layer_spec
+        """The layer spec that stands for this config on Megatron's command line (`--spec`).
+
+        ValueError: there is none for Megatron's delta net beside HF's attention.
+        """
+        specs = {
+            ("hosted", "megatron"): layer_spec,
+            ("megatron", "megatron"): native_layer_spec,
+            ("hosted", "hosted"): hosted_layer_spec,
+        }
+        chosen = self.delta_net, self.attention
+        if chosen not in specs:
+            raise ValueError(
+                f"Megatron's --spec has no function for (delta_net, attention) = {chosen}; "
+                f"the pairs that it has are {', '.join(map(str, specs))}"
+            )
+        return specs[chosen]
 
     def __post_init__(self) -> None:
         if self.hidden_act is None:

@@ -18,9 +18,13 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
+from isthmus import mtp
+from isthmus.hosting.module import MODES
+from isthmus.zigzag import LAYOUTS
+from isthmus_qwen3_next.attention import HostedAttention
 from isthmus_qwen3_next.delta_net import HostedDeltaNet, NativeDeltaNet, OnesCentredNorm
 
-DELTA_NETS = ("hosted", "megatron")
+MIXERS = ("hosted", "megatron")
 
 
 def layer_spec(
@@ -29,47 +33,67 @@ def layer_spec(
     """The decoder layers of this pipeline stage, called as (model_config, vp_stage) or (args, config,
     vp_stage).
 
-    `delta_net` of the first argument chooses the delta net: "hosted" (HF's module, the default) or
-    "megatron". `config.linear_attention_freq` says which layers have one (1) and which full attention (0),
-    and `config.moe_layer_freq` which have experts, as everywhere in Megatron.
+    Of the first argument, `delta_net` (default "hosted": HF's module) and `attention` (default "megatron")
+    choose the modules, `hosted_mode` and `cp_layout` how HF's are divided; see Qwen3NextModelConfig.
+    `config.linear_attention_freq` says which layers have a delta net (1) and which full attention (0), and
+    `config.moe_layer_freq` which have experts, as everywhere in Megatron.
     """
-    return _block(model_config, config, vp_stage, getattr(model_config, "delta_net", "hosted"))
+    return _block(model_config, config, vp_stage)
 
 
 def native_layer_spec(
     model_config: Any, config: TransformerConfig | int | None = None, vp_stage: int | None = None
 ) -> TransformerBlockSubmodules:
     """`layer_spec` with Megatron's delta net, for `--spec`: Megatron's arguments have no `delta_net`."""
-    return _block(model_config, config, vp_stage, "megatron")
+    return _block(model_config, config, vp_stage, delta_net="megatron", attention="megatron")
+
+
+def hosted_layer_spec(
+    model_config: Any, config: TransformerConfig | int | None = None, vp_stage: int | None = None
+) -> TransformerBlockSubmodules:
+    """`layer_spec` with HF's delta net and HF's attention, for `--spec`."""
+    return _block(model_config, config, vp_stage, delta_net="hosted", attention="hosted")
 
 
 def _block(
-    model_config: Any, config: TransformerConfig | int | None, vp_stage: int | None, delta_net: str
+    model_config: Any, config: TransformerConfig | int | None, vp_stage: int | None, **mixers: str
 ) -> TransformerBlockSubmodules:
     if isinstance(config, int):
         config, vp_stage = None, config
     transformer = config or model_config.transformer
-    _check(transformer, delta_net)
+    delta_net = mixers.get("delta_net") or getattr(model_config, "delta_net", "hosted")
+    attention = mixers.get("attention") or getattr(model_config, "attention", "megatron")
+    params = {
+        "mode": getattr(model_config, "hosted_mode", "heads"),
+        "cp_layout": getattr(model_config, "cp_layout", "zigzag"),
+    }
+    _check(transformer, delta_net, attention, **params)
+    if transformer.mtp_num_layers:
+        mtp.install()
     te = transformer.transformer_impl == "transformer_engine"
     layers: Any = get_gpt_decoder_layer_specs(  # a list, whatever its annotation says
         transformer, te, normalization=transformer.normalization, qk_l2_norm=transformer.qk_l2_norm
     )
     pattern = get_linear_attention_pattern(transformer)
     backend = _backend(te)
-    with_delta_net = _native if delta_net == "megatron" else _hosted
+    hosted = {1: ModuleSpec(module=HostedDeltaNet, params=params)}
+    if attention == "hosted":
+        rope = {name: getattr(model_config, name) for name in ("rotary_base", "rotary_percent")}
+        hosted[0] = ModuleSpec(module=HostedAttention, params=params | rope)
+    kinds = [int(kind) for kind in pattern]
+    norm = _norm(transformer, backend)
     layers = [
-        with_delta_net(layer, transformer, backend) if linear else layer
-        for layer, linear in zip(layers, pattern, strict=True)
+        _native(layer, transformer, backend)
+        if kind == 1 and delta_net == "megatron"
+        else _replaced(layer, hosted[kind], norm, {})  # its norm is before it, not fused into anything
+        if kind in hosted
+        else layer
+        for layer, kind in zip(layers, kinds, strict=True)
     ]
     return TransformerBlockSubmodules(
         layer_specs=[layers[i] for i in _stage_layers(transformer, vp_stage)],
         layer_norm=backend.layer_norm(rms_norm=transformer.normalization == "RMSNorm", for_qk=False),
     )
-
-
-def _hosted(layer: ModuleSpec, config: TransformerConfig, backend: BackendSpecProvider) -> ModuleSpec:
-    """`layer` with HF's delta net; the input norm is Megatron's, before it and not fused into anything."""
-    return _replaced(layer, ModuleSpec(module=HostedDeltaNet), _norm(config, backend), {})
 
 
 def _native(layer: ModuleSpec, config: TransformerConfig, backend: BackendSpecProvider) -> ModuleSpec:
@@ -130,9 +154,22 @@ def _stage_layers(config: TransformerConfig, vp_stage: int | None) -> list[int]:
     return list(range(offset, offset + get_num_layers_to_build(config, vp_stage=vp_stage)))
 
 
-def _check(config: TransformerConfig, delta_net: str) -> None:
-    if delta_net not in DELTA_NETS:
-        raise ValueError(f"delta_net must be one of {DELTA_NETS}, got {delta_net!r}")
+def _check(config: TransformerConfig, delta_net: str, attention: str, mode: str, cp_layout: str) -> None:
+    for name, value, known in (
+        ("delta_net", delta_net, MIXERS),
+        ("attention", attention, MIXERS),
+        ("hosted_mode", mode, MODES),
+        ("cp_layout", cp_layout, LAYOUTS),
+    ):
+        if value not in known:
+            raise ValueError(f"{name} must be one of {known}, got {value!r}")
+    native = [name for name, kind in (("delta_net", delta_net), ("attention", attention)) if kind != "hosted"]
+    if cp_layout == "contiguous" and config.context_parallel_size > 1 and (native or config.mtp_num_layers):
+        raise ValueError(
+            "cp_layout='contiguous' needs every layer that mixes tokens to be hosted: Megatron's attention, "
+            "delta net and MTP block know zigzag shards only. Use 'zigzag', or delta_net='hosted', "
+            "attention='hosted' and mtp_num_layers=None"
+        )
     if config.transformer_impl not in ("transformer_engine", "local"):
         raise ValueError(
             f"transformer_impl {config.transformer_impl!r} has no delta net; use 'transformer_engine' or "
