@@ -182,16 +182,6 @@ class Layout:
             "tensor_model_parallel_size",
             self.tp,
         )
-        if fields.get("linear_attention_freq") and fields.get("hosted_mode") != "replicated":
-            for kind in ("key", "value"):
-                heads = fields.get(f"linear_num_{kind}_heads")
-                divide(f"delta-net {kind} heads", heads, "tp x cp", self.tp * self.cp)
-        if fields.get("attention") == "hosted" and fields.get("hosted_mode") != "replicated":
-            divide("hosted attention heads", fields.get("num_attention_heads"), "tp x cp", self.tp * self.cp)
-            if groups and groups % (self.tp * self.cp) and (self.tp * self.cp) % groups:
-                found.append(
-                    f"cannot divide {groups} hosted key/value heads over tp x cp={self.tp * self.cp}"
-                )
         experts = fields.get("num_moe_experts")
         if experts is None and self.ep * self.etp > 1:
             found.append(f"the model has no experts to divide over ep={self.ep}, etp={self.etp}")

@@ -7,14 +7,18 @@ from isthmus.layout import Layout
 
 
 def problems(layout: Layout, fields: Mapping[str, Any]) -> list[str]:
-    """Why Megatron's delta net cannot be divided so; a hosted one is whole on every rank."""
-    if fields.get("delta_net") != "megatron":
-        return []
+    """Why the heads cannot be divided so: over tp x cp, except in hosted modules that run whole on every rank."""
     found = []
-    for side in ("key", "value"):
-        heads = fields[f"linear_num_{side}_heads"]
-        if heads % layout.tp:
-            found.append(
-                f"cannot divide {heads} delta-net {side} heads over tensor_model_parallel_size={layout.tp}"
-            )
+    parts, replicated = layout.tp * layout.cp, fields.get("hosted_mode") == "replicated"
+
+    def divide(what: str, count: int, *, up_to: bool = False) -> None:
+        if count % parts and not (up_to and parts % count == 0):
+            found.append(f"cannot divide {count} {what} over tp x cp = {layout.tp} x {layout.cp}")
+
+    if fields.get("delta_net") == "megatron" or not replicated:
+        for side in ("key", "value"):
+            divide(f"delta-net {side} heads", fields[f"linear_num_{side}_heads"])
+    if fields.get("attention") == "hosted" and not replicated:
+        divide("hosted attention heads", fields["num_attention_heads"])
+        divide("hosted key/value heads", fields["num_query_groups"], up_to=True)
     return found
