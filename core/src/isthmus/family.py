@@ -6,7 +6,7 @@ from typing import Any
 
 from isthmus.config import HFConfig
 from isthmus.layout import Layout
-from isthmus.testing.variant import Tiny
+from isthmus.tiny import Tiny
 from isthmus.weights import WeightMap
 
 

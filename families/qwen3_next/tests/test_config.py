@@ -8,7 +8,7 @@ import torch
 
 from isthmus.config import HFConfig
 from isthmus.cpu.launch import run
-from isthmus.testing.variant import v5_spelling
+from isthmus.tiny import v5_spelling
 from isthmus_qwen3_next.config import INERT, megatron_config
 from isthmus_qwen3_next.tiny import PUBLISHED, VARIANTS, tiny_config
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from isthmus.cpu import launch
 from isthmus.layout import Layout
 from isthmus.testing.tiny import write_tiny
-from isthmus.testing.variant import Variant
+from isthmus.tiny import Variant
 from isthmus_qwen3_next.family import FAMILY
 from isthmus_qwen3_next.tiny import tiny_config
 

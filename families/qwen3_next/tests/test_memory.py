@@ -11,7 +11,7 @@ from isthmus.cpu import launch
 from isthmus.layout import Layout
 from isthmus.testing import ranks
 from isthmus.testing.tiny import write_tiny
-from isthmus.testing.variant import Variant
+from isthmus.tiny import Variant
 from isthmus_qwen3_next.family import FAMILY
 from isthmus_qwen3_next.tiny import tiny_config
 

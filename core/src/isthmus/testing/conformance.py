@@ -29,7 +29,7 @@ from isthmus.layout import Layout
 from isthmus.testing import ranks, reference
 from isthmus.testing.tiny import published_shapes, write_tiny
 from isthmus.testing.trip import Case, LiveParameter, Trip, go
-from isthmus.testing.variant import Variant
+from isthmus.tiny import Variant
 from isthmus.weights import WeightMap, collapse
 
 # The default variant goes through each of these, where the family supports it.

@@ -19,7 +19,7 @@ from isthmus.config import HFConfig
 from isthmus.config_text import write_config
 from isthmus.family import Family
 from isthmus.testing.tokenizer import write_tokenizer
-from isthmus.testing.variant import Tiny, Variant
+from isthmus.tiny import Tiny, Variant
 
 
 def write_tiny(

@@ -4,7 +4,7 @@ import json
 from importlib.resources import files
 from typing import Any
 
-from isthmus.testing.variant import Tiny, Variant, v5_spelling
+from isthmus.tiny import Tiny, Variant, v5_spelling
 from isthmus_qwen3_next.tensors import tensors
 
 # Qwen3-Next-80B-A3B-Instruct, as published (spelling of transformers 4).
