@@ -488,7 +488,7 @@ def test_a_failed_check_is_exit_code_1_and_says_which(
         (["--set", "no_such_field=1"], "no_such_field"),
         (["--set", "delta_net"], "expected FIELD=VALUE"),
         (["--cp", "2", "--tokens", "30"], "cannot divide rows of 30 tokens over tp=1 and cp=2"),
-        (["--cp", "8", "--tokens", "32"], "cannot divide 4 delta-net key heads over tp x cp=8"),
+        (["--cp", "8", "--tokens", "32"], "cannot divide 4 delta-net key heads over tp x cp = 1 x 8"),
         (["--report", "/no/such/folder/page.html"], "there is no folder /no/such/folder"),
     ],
 )
