@@ -7,7 +7,7 @@ from isthmus.layout import Layout
 
 
 def problems(layout: Layout, fields: Mapping[str, Any]) -> list[str]:
-    """Why the heads cannot be divided so: over tp x cp, except in hosted modules that run whole on every rank."""
+    """Why the heads cannot be divided over tp x cp; hosted modules may also run whole on every rank."""
     found = []
     parts, replicated = layout.tp * layout.cp, fields.get("hosted_mode") == "replicated"
 
