@@ -127,6 +127,32 @@ def test_stacked_rows_and_strided_tensors_arrive_whole(tmp_path, monkeypatch):
     assert_holds(tmp_path / "x", {name: tensor.detach() for name, tensor in tensors.items()})
 
 
+def test_rows_in_several_parts_are_one_tensor(tmp_path):
+    whole, stack = random_tensor(torch.bfloat16, (7, 5)), random_tensor(torch.float32, (2, 6, 3))
+    tensors = {"whole": whole, "stack": stack}
+    with ShardWriter(tmp_path / "x", declared(tensors)) as writer:
+        writer.write("whole", whole[:1], whole[1:5], whole[5:])
+        writer.write("stack", stack[1, :4], stack[1, 4:], index=1)
+        writer.write("stack", stack[0], index=0)
+    assert_holds(tmp_path / "x", tensors)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        pytest.param([torch.zeros(2, 2), torch.zeros(1, 2)], id="too few rows"),
+        pytest.param([torch.zeros(4, 2), torch.zeros(1, 2)], id="too many rows"),
+        pytest.param([torch.zeros(2, 2), torch.zeros(2, 3)], id="another width"),
+        pytest.param([torch.zeros(2, 2), torch.zeros(2, 2, dtype=torch.int32)], id="another dtype"),
+    ],
+)
+def test_parts_that_are_not_the_rows_declared_are_refused(tmp_path, parts):
+    with ShardWriter(tmp_path / "x", [OutputTensor("w", torch.float32, (4, 2))]) as writer:
+        with pytest.raises(ValueError, match=r"w: declared torch.float32 \(4, 2\), given torch.float32 \("):
+            writer.write("w", *parts)
+        writer.write("w", torch.zeros(4, 2))
+
+
 def test_what_was_never_written_is_named_at_close(tmp_path):
     files = [OutputTensor(f"a.{n}.w", torch.float32, (2,)) for n in range(4)]
     files.append(OutputTensor("s", torch.float32, (3, 2)))

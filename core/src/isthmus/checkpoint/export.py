@@ -32,11 +32,15 @@ from isthmus.weights import HFTensor, Rule, WeightMap, collapse
 
 
 class Piece(NamedTuple):
-    """An HF tensor, or row `index` of a stacked one."""
+    """An HF tensor, or row `index` of a stacked one, in `parts` that are its rows one after the other."""
 
     name: str
     index: int | None
-    tensor: torch.Tensor
+    parts: Sequence[torch.Tensor]
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        return self.parts[0] if len(self.parts) == 1 else torch.cat(list(self.parts))
 
 
 @dataclass(slots=True)
@@ -64,14 +68,16 @@ class ExportPlan:
                     yield item, []
                     continue
                 rule, hf, also = item.bound.rule, item.bound.hf, item.bound.also
-                tensors = unpack(rule, exchange.shards(item))
+                found = unpack(rule, exchange.shards(item))
                 if also:
-                    hf, tensors = (*hf, *also), [*tensors, *tensors * len(also)]
-                yield item, [self._piece(h, tensor) for h, tensor in zip(hf, tensors, strict=True)]
+                    hf, found = (*hf, *also), [*found, *found * len(also)]
+                yield item, [self._piece(h, parts) for h, parts in zip(hf, found, strict=True)]
 
-    def _piece(self, hf: HFTensor, tensor: torch.Tensor) -> Piece:
+    def _piece(self, hf: HFTensor, parts: list[torch.Tensor]) -> Piece:
         dtype = self.outputs[hf.name].dtype
-        return Piece(hf.name, hf.index, tensor if tensor.dtype == dtype else tensor.to(dtype))
+        if parts[0].dtype != dtype:
+            parts = [part.to(dtype) for part in parts]
+        return Piece(hf.name, hf.index, parts)
 
     def pieces(self) -> Iterator[Piece]:
         """The HF tensors that this rank owns, in plan order. Collective: run it to its end."""
@@ -193,15 +199,15 @@ class _Owners:
 
 
 class _Unpacker:
-    """Shards of a Megatron tensor -> its HF tensors; where a shard holds one whole, it is a view."""
+    """Shards of a Megatron tensor -> the parts of each HF tensor; views, unless it is divided by columns."""
 
     def __init__(self) -> None:
         self.places: dict[tuple[int, int, int], list[list[tuple[int, int, int]]]] = {}
 
-    def __call__(self, rule: Rule, shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def __call__(self, rule: Rule, shards: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
         first = shards[0]
         if first.dim() == 0:
-            return [first]
+            return [[first]]
         dim = rule.dim or 0
         local = first.size(dim)
         key = (id(rule), local, len(shards))
@@ -210,13 +216,12 @@ class _Unpacker:
             places = self.places[key] = self._runs(rule, local, len(shards))
         found = []
         for runs in places:
-            if len(runs) == 1:
-                rank, start, length = runs[0]
-                shard = shards[rank]
-                found.append(shard if length == local else shard.narrow(dim, start, length))
-            else:
-                pieces = [shards[rank].narrow(dim, start, length) for rank, start, length in runs]
-                found.append(torch.cat(pieces, dim))
+            parts = [
+                shards[rank] if length == local else shards[rank].narrow(dim, start, length)
+                for rank, start, length in runs
+            ]
+            # On a GPU one copy of the whole is better than many of parts.
+            found.append(parts if len(parts) == 1 or (dim == 0 and first.is_cpu) else [torch.cat(parts, dim)])
         return found
 
     @staticmethod
@@ -233,7 +238,8 @@ def stream(planned: ExportPlan, *, everywhere: bool) -> Iterator[tuple[str, torc
     """(HF name, whole tensor) in plan order: on every rank, or only on each tensor's owner. Collective."""
     stacks: dict[str, torch.Tensor] = {}
     rows: Counter[str] = Counter()
-    for name, index, tensor in _broadcast(planned) if everywhere else planned.pieces():
+    for piece in _broadcast(planned) if everywhere else planned.pieces():
+        name, index, tensor = piece.name, piece.index, piece.tensor
         if index is None:
             yield name, tensor
             continue
@@ -256,4 +262,4 @@ def _broadcast(planned: ExportPlan) -> Iterator[Piece]:
                 output = planned.outputs[hf.name]
                 shape = output.shape if hf.index is None else output.shape[1:]
                 tensor = torch.empty(shape, dtype=output.dtype, device=planned.device)
-            yield Piece(hf.name, hf.index, broadcast(tensor, item.owner))
+            yield Piece(hf.name, hf.index, [broadcast(tensor, item.owner)])

@@ -92,10 +92,10 @@ def _write(
                 writers |= dict.fromkeys((tensor.name for tensor in file.tensors), writer)
     except _FAILURES as failure:
         error = failure
-    for name, index, tensor in planned.pieces():
+    for name, index, parts in planned.pieces():
         if error is None:
-            error = _write_one(writers[name], name, tensor, index)
-            advance(tensor.nbytes)
+            error = _write_one(writers[name], name, parts, index)
+            advance(sum(part.nbytes for part in parts))
     for name in copied:
         if error is None and name in writers:
             try:
@@ -103,7 +103,7 @@ def _write(
             except _FAILURES as failure:
                 error = failure
                 continue
-            error = _write_one(writers[name], name, tensor, None)
+            error = _write_one(writers[name], name, [tensor], None)
             advance(tensor.nbytes)
     for writer in dict.fromkeys(writers.values()):
         try:
@@ -113,9 +113,11 @@ def _write(
     return error
 
 
-def _write_one(writer: ShardWriter, name: str, tensor: torch.Tensor, index: int | None) -> Exception | None:
+def _write_one(
+    writer: ShardWriter, name: str, parts: Sequence[torch.Tensor], index: int | None
+) -> Exception | None:
     try:
-        writer.write(name, tensor, index)
+        writer.write(name, *parts, index=index)
     except _FAILURES as failure:
         return failure
     return None

@@ -85,10 +85,7 @@ class ShardWriter:
         for tensor in _aligned(tensors):
             self._places[tensor.name] = tensor, self.size
             self.size += tensor.nbytes
-        header = encode(
-            (tensor.name, tensor.dtype, tensor.shape, begin, begin + tensor.nbytes)
-            for tensor, begin in sorted(self._places.values(), key=lambda place: place[1])
-        )
+        header = _header(tensors)
         self._data = len(header)
         self.size += self._data
         self._fd: int | None = None
@@ -98,8 +95,11 @@ class ShardWriter:
             raise self._failure(error, "the file") from error
         self._put(memoryview(header), 0, "the header")
 
-    def write(self, name: str, tensor: torch.Tensor, index: int | None = None) -> None:
-        """Writes a tensor, or row `index` of a stacked one; ValueError if it is not what was declared."""
+    def write(self, name: str, *parts: torch.Tensor, index: int | None = None) -> None:
+        """Writes a tensor, or row `index` of a stacked one; ValueError if it is not what was declared.
+
+        Several `parts` are its rows, one after the other.
+        """
         if name not in self._places:
             raise LookupError(f"{self.path.name} has no tensor {name!r}; it was opened for other names")
         declared, begin = self._places[name]
@@ -110,17 +110,17 @@ class ShardWriter:
                 raise ValueError(f"{name}: no row {index} in shape {shape}")
             shape = shape[1:]
             begin += index * (declared.nbytes // declared.shape[0])
-        if tensor.dtype != declared.dtype or tuple(tensor.shape) != shape:
-            raise ValueError(
-                f"{label}: declared {declared.dtype} {shape}, given {tensor.dtype} {tuple(tensor.shape)}"
-            )
+        if not _fit(parts, declared.dtype, shape):
+            given = ", ".join(f"{part.dtype} {tuple(part.shape)}" for part in parts)
+            raise ValueError(f"{label}: declared {declared.dtype} {shape}, given {given}")
         rows = self._written.setdefault(name, set())
         if index in rows or None in rows or (index is None and rows):
             raise ValueError(f"{label} is written twice to {self.path}")
         begin += self._data
-        for block in _blocks(tensor.detach()):
-            self._put(block, begin, label)
-            begin += len(block)
+        for part in parts:
+            for block in _blocks(part):
+                self._put(block, begin, label)
+                begin += len(block)
         rows.add(index)
 
     def missing(self) -> list[str]:
@@ -189,23 +189,60 @@ def write_index(folder: str | Path, files: Mapping[str, Sequence[OutputTensor]])
     weight_map: dict[str, str] = {}
     total = 0
     for file, declared in files.items():
-        found, _ = read_header(folder / file, defects)
-        expected = {tensor.name: (tensor.dtype, tensor.shape) for tensor in declared}
-        for info in found:
-            if expected.pop(info.name, None) != (info.dtype, info.shape):
-                defects.add(f"{file}: not as declared", info.name, f"{info.dtype} {info.shape}")
-            if info.name in weight_map:
-                defects.add("in two files", info.name, f"{weight_map[info.name]} and {file}")
-            weight_map[info.name] = file
-            total += info.nbytes
-        for name in expected:
-            defects.add(f"{file}: declared but not there", name)
+        if not _is_as_declared(folder / file, declared):
+            _compare(folder / file, declared, defects)
+        for tensor in declared:
+            if tensor.name in weight_map:
+                defects.add("in two files", tensor.name, f"{weight_map[tensor.name]} and {file}")
+            weight_map[tensor.name] = file
+            total += tensor.nbytes
     defects.raise_any(folder)
     if list(files) == [SINGLE]:
         return
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     text = json.dumps(index, indent=2, sort_keys=True) + "\n"
     (folder / INDEX).write_text(text, encoding="utf-8")
+
+
+def _header(tensors: Sequence[OutputTensor]) -> bytes:
+    """The header of a file of these tensors."""
+    places = []
+    end = 0
+    for tensor in _aligned(tensors):
+        places.append((tensor.name, tensor.dtype, tensor.shape, end, end + tensor.nbytes))
+        end += tensor.nbytes
+    return encode(places)
+
+
+def _is_as_declared(path: Path, declared: Sequence[OutputTensor]) -> bool:
+    """Whether a file begins and ends as :class:`ShardWriter` makes it."""
+    header = _header(declared)
+    try:
+        with path.open("rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            return size == len(header) + sum(t.nbytes for t in declared) and file.read(len(header)) == header
+    except OSError:
+        return False
+
+
+def _compare(path: Path, declared: Sequence[OutputTensor], defects: Defects) -> None:
+    """Adds to `defects` where a file's tensors are not those declared."""
+    found, _ = read_header(path, defects)
+    expected = {tensor.name: (tensor.dtype, tensor.shape) for tensor in declared}
+    for info in found:
+        if expected.pop(info.name, None) != (info.dtype, info.shape):
+            defects.add(f"{path.name}: not as declared", info.name, f"{info.dtype} {info.shape}")
+    for name in expected:
+        defects.add(f"{path.name}: declared but not there", name)
+
+
+def _fit(parts: Sequence[torch.Tensor], dtype: torch.dtype, shape: tuple[int, ...]) -> bool:
+    """Whether `parts` are the rows of one tensor of this dtype and shape."""
+    if len(parts) == 1:
+        return parts[0].dtype == dtype and parts[0].shape == shape
+    return sum(part.shape[0] for part in parts) == shape[0] and all(
+        part.dtype == dtype and part.shape[1:] == shape[1:] for part in parts
+    )
 
 
 def _aligned(tensors: Sequence[OutputTensor]) -> list[OutputTensor]:
@@ -220,10 +257,12 @@ def _aligned(tensors: Sequence[OutputTensor]) -> list[OutputTensor]:
 
 def _blocks(tensor: torch.Tensor) -> Iterator[memoryview]:
     """A tensor's bytes in order; each view is good until the next is asked for."""
-    if tensor.numel() == 0:
-        return
-    if tensor.device.type == "cpu" and tensor.is_contiguous():
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    if tensor.is_cpu and tensor.is_contiguous():
         yield memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+        return
+    if tensor.numel() == 0:
         return
     if tensor.itemsize == 1:
         tensor = tensor.view(torch.uint8)  # torch cannot copy every kind of float this small

@@ -37,10 +37,11 @@ def compare(
     ]
     planned = plan(held, unwrapped(chunks[0]), _only(weights, {live.canonical for live in held}))
     found: dict[str, Difference] = {}
-    for name, index, tensor in _to_first(planned):
+    for piece in _to_first(planned):
+        name, index = piece.name, piece.index
         if expected is not None and name in expected:  # else: a tied tensor under its second name
             reference = expected[name] if index is None else expected[name][index]
-            found.setdefault(name, Difference()).add(tensor, reference)
+            found.setdefault(name, Difference()).add(piece.tensor, reference)
     if expected is None:
         return None
     return _section(found, expected, norm)
@@ -127,4 +128,4 @@ def _to_first(planned: ExportPlan) -> Iterator[Piece]:
                 shape = output.shape if hf.index is None else output.shape[1:]
                 tensor = torch.empty(shape, dtype=output.dtype, device=planned.device)
                 dist.recv(tensor, item.owner)
-                yield Piece(hf.name, hf.index, tensor)
+                yield Piece(hf.name, hf.index, [tensor])
