@@ -42,8 +42,13 @@ def evict(files: list[Path]) -> None:
         fd = os.open(path, os.O_RDONLY)
         try:
             os.fsync(fd)
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            left = cached(fd)
+            left = 1.0
+            for _ in range(50):  # pages that the kernel is busy with stay at first
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+                left = cached(fd)
+                if left <= 0.01:
+                    break
+                time.sleep(0.1)
         finally:
             os.close(fd)
         if left > 0.01:
