@@ -134,7 +134,8 @@ def test_targets_that_cannot_be_replaced_are_refused(tmp_path):
     source = fill(tmp_path / "models" / "hf", config="1")
     with pytest.raises(ValueError, match="would delete"):
         Staging(tmp_path / "models", overwrite=True, sources=[source])
-    Staging(source, overwrite=True, sources=[source]).discard()
+    with pytest.raises(ValueError, match="is the source itself"):
+        Staging(source, overwrite=True, sources=[source])
     assert content(tmp_path / "models") == {"hf/config": "1"}
 
 

@@ -420,14 +420,17 @@ def read_config(folder: Path) -> str:
     path = folder / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"{folder} has no config.json; it is not a Hugging Face checkpoint")
-    return path.read_text(encoding="utf-8")
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text: {error}") from error
 
 
 def as_dtype(name: torch.dtype | str) -> torch.dtype | None:
     """A dtype by name; None for "source"."""
-    if isinstance(name, torch.dtype) or name == "source":
-        return None if name == "source" else name
-    dtype = getattr(torch, name, None)
+    if name == "source":
+        return None
+    dtype = name if isinstance(name, torch.dtype) else getattr(torch, str(name), None)
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(f"dtype must be source, float32, bfloat16 or float16, got {name!r}")
     return dtype

@@ -6,6 +6,8 @@ config object, whose names change between releases. :mod:`isthmus.decoder` turns
 
 import copy
 import json
+import math
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -29,6 +31,8 @@ INERT_FOR = {
         exponential_decay_length_penalty suppress_tokens begin_suppress_tokens""",
     "marks of tools": "unsloth_fixed unsloth_version",
 }
+# Names of counts and sizes.
+_COUNT = re.compile(r"^num_|_(size|dim|heads|layers|interval|step|position_embeddings|per_tok)$")
 INERT = frozenset(" ".join(INERT_FOR.values()).split())
 
 
@@ -79,7 +83,18 @@ class HFConfig(Mapping[str, Any]):
         """The file's value of `key`, or `default`; transformers is never asked."""
         self.read.add(key)
         value = self.raw.get(key)
-        return default if value is None else value
+        if value is None:
+            return default
+        self._check_number(key, value)
+        return value
+
+    def _check_number(self, key: str, value: Any) -> None:
+        """ValueError where a count is not a whole number, or a number is not finite."""
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"config.json: {self._path}{key}={value!r}, expected a finite number")
+        whole = type(value) is int and value >= 0
+        if _COUNT.search(key) and isinstance(value, (int, float, str)) and not whole:
+            raise ValueError(f"config.json: {self._path}{key}={value!r}, expected a whole number, 0 or more")
 
     def __getitem__(self, key: str) -> Any:
         value = self.get(key)

@@ -89,6 +89,8 @@ def layer_types(hf: HFConfig) -> list[str]:
     listed, interval = hf.get("layer_types"), hf.get("full_attention_interval")
     types = listed
     if interval is not None:
+        if interval < 1:
+            raise ValueError(f"config.json: full_attention_interval={interval}, expected at least 1")
         types = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(layers)]
         if listed is not None and list(listed) != types:
             raise ValueError(
@@ -150,6 +152,9 @@ def decoder_config(hf: HFConfig, position_fields: Mapping[str, Any] | None = Non
         position_fields: Megatron's position fields, where they are not those of :func:`rope_fields`.
     """
     hidden, heads = hf["hidden_size"], hf["num_attention_heads"]
+    sizes = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
+    if zero := [name for name in sizes if hf[name] < 1]:
+        raise ValueError(f"config.json: {', '.join(zero)} is 0, expected at least 1")
     head_dim = hf.get("head_dim") or _class_head_dim(hf) or hidden // heads
     biases = {"attention_bias": hf["attention_bias"], "mlp_bias": hf.get("mlp_bias", False)}
     if any(biases.values()):

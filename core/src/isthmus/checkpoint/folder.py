@@ -135,6 +135,10 @@ def _refuse(target: Path, overwrite: bool, sources: Sequence[Path]) -> None:
             f"{target} is not empty ({few}); choose another folder or ask for overwrite=True (--overwrite)"
         )
     for source in sources:
+        if present and target == Path(os.path.realpath(source)):
+            raise ValueError(
+                f"{target} is the source itself: its other files would be lost; choose another folder"
+            )
         if target in Path(os.path.realpath(source)).parents:
             raise ValueError(
                 f"overwriting {target} would delete {source}, which lies in it; choose another folder"

@@ -76,6 +76,8 @@ def _delta_net(hf: HFConfig) -> dict[str, Any]:
 def _sparse_layers(hf: HFConfig) -> list[int]:
     """1 for every layer with experts, 0 for every dense one, by Hugging Face's rule."""
     dense, step, experts = set(hf["mlp_only_layers"]), hf["decoder_sparse_step"], hf["num_experts"]
+    if step < 1:
+        raise ValueError(f"config.json: decoder_sparse_step={step}, expected at least 1")
     layers = range(hf["num_hidden_layers"])
     return [int(i not in dense and experts > 0 and (i + 1) % step == 0) for i in layers]
 
@@ -92,6 +94,10 @@ def _moe(hf: HFConfig, used: bool) -> dict[str, Any]:
     balancing is off; the coefficient is there for a run that turns on `moe_router_load_balancing_type`.
     """
     topk, renormalise = hf["num_experts_per_tok"], hf["norm_topk_prob"]
+    if used and not 0 < topk <= hf["num_experts"]:
+        raise ValueError(
+            f"config.json: cannot choose num_experts_per_tok={topk} of num_experts={hf['num_experts']}"
+        )
     if used and topk == 1 and renormalise:
         raise ValueError(
             "config.json: num_experts_per_tok=1 with norm_topk_prob=True weighs each expert by 1 and leaves "
@@ -118,6 +124,10 @@ def _mtp_layers(hf: HFConfig, keys: frozenset[str], sparse: list[int]) -> int | 
     """Prediction layers: as many as the checkpoint has, or as stated where there is no checkpoint."""
     stated = hf.either(*MTP_COUNTS)
     found = {int(match[1]) for key in keys if (match := re.match(r"mtp\.layers\.(\d+)\.", key))}
+    if not found and any(key.startswith("mtp.") for key in keys):
+        raise ValueError(
+            "the checkpoint has mtp.* tensors and none of mtp.layers.*: its MTP block is not whole"
+        )
     count = len(found) if keys else stated or 0
     if count and stated is not None and stated != count:
         raise ValueError(f"config.json states {stated} MTP layers, the checkpoint has {count}")
