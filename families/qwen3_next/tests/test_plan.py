@@ -60,13 +60,13 @@ def test_the_80b_model_at_tp4_pp4_ep8_is_counted_as_by_hand() -> None:
     assert document["parameters"] == 2 * vocabulary + decoder + hidden + mtp
     assert document["world_size"] == 32
 
-    # 12 layers a stage, 3 of them attention; norms, router, q and k norms, shared gate are not divided.
-    small = 2 * PUBLISHED["head_dim"]
+    # 12 layers a stage, 3 of them attention; norms (those of the attentions too), router, shared gate are whole.
+    small, gain = 2 * PUBLISHED["head_dim"], PUBLISHED["linear_value_head_dim"]
     own = {
         "experts": 12 * part["experts"] // 8,
         "shared experts": 12 * ((part["shared experts"] - hidden) // 4 + hidden),
         "router": 12 * part["router"],
-        "delta net": 9 * part["delta net"],  # hosted: whole on every rank
+        "delta net": 9 * ((part["delta net"] - gain) // 4 + gain),  # hosted, its heads divided
         "attention": 3 * ((part["attention"] - small) // 4 + small),
         "norms": 12 * part["norms"],
     }
@@ -78,7 +78,7 @@ def test_the_80b_model_at_tp4_pp4_ep8_is_counted_as_by_hand() -> None:
         assert stage["by_kind"].get("head", 0) == (vocabulary // 4 if last else 0)
         assert ("MTP" in stage["by_kind"]) == last
         assert stage["parameters"] == sum(stage["by_kind"].values())
-        decays = 9 * PUBLISHED["linear_num_value_heads"]  # A_log, in float32
+        decays = 9 * PUBLISHED["linear_num_value_heads"] // 4  # A_log, in float32
         assert stage["bytes"] == 2 * stage["parameters"] + 2 * decays
         if not last:  # 12 bytes each, 8 where there is no copy; divided over dp = 2, experts over 1
             dense = stage["parameters"] - own["experts"]
