@@ -60,7 +60,7 @@ def test_the_80b_model_at_tp4_pp4_ep8_is_counted_as_by_hand() -> None:
     assert document["parameters"] == 2 * vocabulary + decoder + hidden + mtp
     assert document["world_size"] == 32
 
-    # 12 layers a stage, 3 of them attention; norms (those of the attentions too), router, shared gate are whole.
+    # 12 layers a stage, 3 of them attention. Norms (in attentions too), router and shared gate are whole.
     small, gain = 2 * PUBLISHED["head_dim"], PUBLISHED["linear_value_head_dim"]
     own = {
         "experts": 12 * part["experts"] // 8,
