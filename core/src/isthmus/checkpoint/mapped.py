@@ -3,15 +3,12 @@
 import mmap
 import os
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 
 import torch
 
 # A private writable map is charged against memory unless it is marked so; Python 3.12 lacks the name.
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
-# Bytes. Where the kernel itself reads this far ahead, asking only slows it down (cold: 0.9 GB/s against 1.4).
-FAR_AHEAD = 1 << 20
 
 
 class MappedFile:
@@ -31,7 +28,6 @@ class MappedFile:
         except BaseException:
             os.close(self._fd)
             raise
-        self._asking = _readahead(now.st_dev) < FAR_AHEAD
         self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
         self._typed: dict[torch.dtype, torch.Tensor] = {}
 
@@ -55,16 +51,15 @@ class MappedFile:
         return self._bytes[begin : begin + count].clone().view(dtype).as_strided(shape, strides)
 
     def ask(self, begin: int, end: int) -> None:
-        """Starts to read bytes `begin` to `end` into the page cache, where that helps."""
-        if not self._asking:
+        """Reads bytes `begin` to `end` into the page cache, or starts to; nothing on a system without the call."""
+        if not hasattr(os, "posix_fadvise"):
             return
-        begin -= begin % mmap.PAGESIZE
         try:
-            if end - begin > mmap.PAGESIZE and os.preadv(self._fd, [bytearray(1)], end - 1, os.RWF_NOWAIT):
+            if os.preadv(self._fd, [bytearray(1)], end - 1, os.RWF_NOWAIT):
                 return  # cached to the end: a walk through all its pages would only cost time
         except (AttributeError, OSError):  # not cached, or a system that cannot say
             pass
-        self._map.madvise(mmap.MADV_WILLNEED, begin, end - begin)
+        os.posix_fadvise(self._fd, begin, end - begin, os.POSIX_FADV_WILLNEED)
 
     def release(self) -> None:
         """Takes the file's pages out of this process's resident memory; they stay in the page cache."""
@@ -74,16 +69,3 @@ class MappedFile:
         """Closes the file; the map lives as long as a tensor that was handed out."""
         os.close(self._fd)
         self._typed.clear()
-
-
-@cache
-def _readahead(device: int) -> int:
-    """Bytes that the kernel reads ahead on a device; 0 where it does not say."""
-    number = f"{os.major(device)}:{os.minor(device)}"
-    # Network file systems and whole disks have an entry of their own; a partition has its disk's.
-    for place in (f"class/bdi/{number}/read_ahead_kb", f"dev/block/{number}/../queue/read_ahead_kb"):
-        try:
-            return int((Path("/sys") / place).read_text()) << 10
-        except (OSError, ValueError):
-            continue
-    return 0

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-WINDOW = 32 << 20  # bytes ahead of the reader; more would crowd out what others have in the page cache
+WINDOW = 64 << 20  # bytes ahead of the reader; more would crowd out what others have in the page cache
 STEP = 8 << 20  # bytes asked for at a time
 
 Key = tuple[str, int | None]  # a tensor's name, and the row where it is stacked
@@ -31,15 +31,23 @@ class ReadAhead:
                 return
         self._ranges.append((file, begin, end))
 
+    def start(self) -> None:
+        """Asks for the first bytes."""
+        self._advance(0)
+
     def reached(self, key: Key, byte: int) -> bool:
         """Asks for what follows byte `byte` of this key's range; False if the key was not planned."""
         place = self._places.get(key)
         if place is None:
             return False
-        place += byte
+        self._advance(place + byte)
+        return True
+
+    def _advance(self, place: int) -> None:
+        """Asks for the window behind byte `place` of all ranges."""
         goal = min(self._length, place + WINDOW)
         if goal - self._asked < min(STEP, self._length - self._asked):
-            return True
+            return
         at = max(place, self._asked)
         while at < goal:
             file, begin, end = self._ranges[self._current]
@@ -52,4 +60,3 @@ class ReadAhead:
             self._ask(file, begin + done, begin + done + count)
             at += count
         self._asked = max(self._asked, at)
-        return True

@@ -5,6 +5,7 @@ No tensor is ever read whole unless it is asked for whole, and nothing is copied
 
 import weakref
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import MappingProxyType
 
@@ -28,7 +29,9 @@ class CheckpointReader:
         self.tensors: Mapping[str, TensorInfo] = MappingProxyType(tensors)
         self.bytes_read = 0  # bytes of tensor data handed out by `slice`
         self._mapped: dict[str, MappedFile] = {}
-        self._let_go = weakref.finalize(self, _close, self._mapped)  # also where nobody calls `close`
+        self._thread = ThreadPoolExecutor(1, "read-ahead")  # starts with its first task
+        # Also where nobody calls `close`.
+        self._let_go = weakref.finalize(self, _close, self._mapped, self._thread)
         self._ahead: ReadAhead | None = None
         self._closed = False
 
@@ -71,7 +74,7 @@ class CheckpointReader:
         A hint that keeps a cold disk or a network file system busy where the kernel would not. It is best
         followed in file order; each call replaces the one before.
         """
-        ahead = self._ahead = ReadAhead(lambda file, begin, end: self._map(file).ask(begin, end))
+        ahead = self._ahead = ReadAhead(self._ask)
         keys = dict.fromkeys((name, None) if isinstance(name, str) else name for name in names)
         ranges = []
         for name, index in keys:
@@ -81,6 +84,7 @@ class CheckpointReader:
             ranges.append((info.file, begin, begin + nbytes, (name, index)))
         for file, begin, end, key in sorted(ranges, key=lambda item: item[:3]):
             ahead.add(key, file, begin, end)
+        ahead.start()
 
     def release(self) -> None:
         """Takes the pages read so far out of this process's resident memory.
@@ -101,6 +105,10 @@ class CheckpointReader:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
+    def _ask(self, file: str, begin: int, end: int) -> None:
+        """Starts a read; from a thread, since a kernel may come back only when much of it is done."""
+        self._thread.submit(self._map(file).ask, begin, end)
+
     def _info(self, name: str) -> TensorInfo:
         info = self.tensors.get(name)
         if info is None:
@@ -116,7 +124,8 @@ class CheckpointReader:
         return self._mapped[file]
 
 
-def _close(mapped: dict[str, MappedFile]) -> None:
+def _close(mapped: dict[str, MappedFile], thread: ThreadPoolExecutor) -> None:
+    thread.shutdown(cancel_futures=True)
     while mapped:
         mapped.popitem()[1].close()
 
