@@ -51,7 +51,7 @@ class MappedFile:
         return self._bytes[begin : begin + count].clone().view(dtype).as_strided(shape, strides)
 
     def ask(self, begin: int, end: int) -> None:
-        """Reads bytes `begin` to `end` into the page cache, or starts to; nothing on a system without the call."""
+        """Reads bytes `begin` to `end` into the page cache, or starts to, where a system has the call."""
         if not hasattr(os, "posix_fadvise"):
             return
         try:
