@@ -1,6 +1,7 @@
 """`isthmus inspect`: what it says of a checkpoint, from headers alone."""
 
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -117,7 +118,8 @@ def test_everything_about_a_sound_checkpoint(
         "coverage": {
             "hf_tensors": 7,
             "loaded": 7,
-            "passed_through": {},
+            "passed_through": [],
+            "passed_through_reasons": {},
             "dropped": {},
             "missing": [],
             "unmapped_hf": [],
@@ -137,11 +139,14 @@ def test_gaps_fail_and_are_named_collapsed(
     assert coverage["missing"] == ["model.layers.1.norm.weight"]
     assert coverage["unmapped_hf"] == [f"model.layers.{i}.new.weight" for i in range(3)]
     assert coverage["dropped"] == {"rope.inv_freq": "recomputed"}
-    assert coverage["passed_through"] == {"vision.patch.weight": "not trained"}
+    assert coverage["passed_through"] == ["vision.patch.weight"]
+    assert coverage["passed_through_reasons"] == {"vision.patch.weight": "not trained"}
     assert cli.main(["inspect", str(path)]) == 1
     out = capsys.readouterr().out
     assert "model.layers.{0..2}.new.weight" in out
     assert "rope.inv_freq (recomputed)" in out
+    assert "vision.patch.weight (not trained)" in out
+    assert "tensors in 1 file\n" in re.sub(" +\n", "\n", out)
 
 
 def test_no_weights_are_read(folder: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,7 @@
 """Tiny checkpoints: the published layout, the same numbers in every variant, nothing of megatron."""
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -120,9 +121,10 @@ def test_the_command_lists_and_writes(tmp_path: Path, capsys: pytest.CaptureFixt
     assert cli.main(["tiny", "qwen3_next", "--list", "--json", "-"]) == 0
     captured = capsys.readouterr()
     assert "odd_vocab" in captured.err
-    assert "vocab_size=151" in captured.err
-    variants = json.loads(captured.out)["variants"]
-    assert variants[0] == "default"
+    assert "151 vocabulary rows" in captured.err
+    document = json.loads(captured.out)
+    assert document["variants"][0] == "default"
+    assert [name for name in document["variants"] if not document["about"][name]] == []
     command = [
         "tiny",
         "qwen3_next",
@@ -148,3 +150,26 @@ def test_neither_megatron_nor_transformers_is_imported(tmp_path: Path) -> None:
     command = [sys.executable, "-c", program, "tiny", "qwen3_next", str(tmp_path / "out")]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("arguments", [["out", "--variant", "huge"], ["."]], ids=["variant", "full folder"])
+def test_a_wrong_request_is_refused_before_the_slow_imports(tmp_path: Path, arguments: list[str]) -> None:
+    (tmp_path / "file").touch()
+    program = (
+        "import sys; from isthmus import cli; code = cli.main(sys.argv[1:]);"
+        "sys.exit(code if 'torch' not in sys.modules else 'torch was imported')"
+    )
+    command = [sys.executable, "-c", program, "tiny", "qwen3_next", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+
+
+@pytest.mark.parametrize("variant", ["default", "sharded"])
+def test_files_have_the_usual_mode(tmp_path: Path, variant: str) -> None:
+    before = os.umask(0o027)
+    try:
+        write_tiny(family("qwen3_next"), tmp_path / "out", variant)
+    finally:
+        os.umask(before)
+    modes = {oct(path.stat().st_mode & 0o777) for path in (tmp_path / "out").iterdir()}
+    assert modes == {"0o640"}

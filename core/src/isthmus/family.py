@@ -6,7 +6,7 @@ from typing import Any
 
 from isthmus.config import HFConfig
 from isthmus.layout import Layout
-from isthmus.tiny import Tiny
+from isthmus.tiny import Tiny, Variant
 from isthmus.weights import WeightMap
 
 
@@ -34,3 +34,12 @@ class Family:
     """Tiny checkpoints for tests, in the layout of the published ones."""
     mtp_reference: str | None = None
     """``module:function`` giving the MTP block in plain HF modules, where HF has none of its own."""
+
+    def variant(self, name: str) -> Variant:
+        """The tiny variant `name`. LookupError where the family has none of that name, or none at all."""
+        variants = self.tiny.variants if self.tiny else {}
+        if name not in variants:
+            raise LookupError(
+                f"family {self.name} has no tiny variant {name!r} (it has: {', '.join(variants) or 'none'})"
+            )
+        return variants[name]

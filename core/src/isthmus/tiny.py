@@ -12,6 +12,7 @@ class Variant:
     """One way a checkpoint of a family can look on disk. No tensors here: a writer makes them from this."""
 
     config: Mapping[str, Any]  # all of config.json, in the spelling that it is to have
+    about: str = ""  # what it is, in a line
     mtp: bool = True  # the multi-token prediction layer is in the files
     head: bool = True  # `lm_head.weight` is in the files; a tied checkpoint may or may not have it
     fused_experts: bool = False  # experts of a layer stacked in one tensor, instead of one tensor each

@@ -49,6 +49,7 @@ def run(args: argparse.Namespace) -> int:
         "megatron_dir": str(args.megatron_dir),
         "loaded": report.hf_tensors,
         "passed_through": sorted(report.passed_through),
+        "passed_through_reasons": report.passed_through,
         "dropped": report.dropped,
         "shared": report.shared,
         "parameters_per_rank": [rank["report"].parameters for rank in ranks],

@@ -93,7 +93,8 @@ def map_tensors(config: "HFConfig", tensors: Mapping[str, "TensorInfo"]) -> dict
         "coverage": {
             "hf_tensors": len(tensors),
             "loaded": len(coverage.loaded),
-            "passed_through": coverage.passed_through,
+            "passed_through": sorted(coverage.passed_through),
+            "passed_through_reasons": coverage.passed_through,
             "dropped": coverage.dropped,
             "missing": coverage.missing,
             "unmapped_hf": coverage.unknown,
@@ -155,7 +156,7 @@ def _print(out: Any, document: dict[str, Any]) -> None:
     facts.add_row(
         "size",
         f"{document['parameters']:,} parameters, {decimal(document['bytes'])},"
-        f" {document['tensors']:,} tensors in {document['files']} files",
+        f" {document['tensors']:,} tensors in {output.counted(document['files'], 'file')}",
     )
     facts.add_row("quantisation", "none" if quantization is None else _words(quantization))
     facts.add_row("experts", "none" if experts is None else f"{experts['count']}, {experts['layout']}")
@@ -180,12 +181,10 @@ def _print_coverage(out: Any, coverage: dict[str, Any]) -> None:
 
     rows = output.table("coverage", "tensors", "names", right=("tensors",))
     rows.add_row("loaded", f"{coverage['loaded']:,}", "")
-    for kind in ("passed_through", "dropped"):
-        for reason in dict.fromkeys(coverage[kind].values()):
-            names = [name for name, why in coverage[kind].items() if why == reason]
-            rows.add_row(
-                kind.replace("_", " "), f"{len(names):,}", f"{', '.join(collapse(names))} ({reason})"
-            )
+    for kind, reasons in (("passed through", "passed_through_reasons"), ("dropped", "dropped")):
+        for reason in dict.fromkeys(coverage[reasons].values()):
+            names = [name for name, why in coverage[reasons].items() if why == reason]
+            rows.add_row(kind, f"{len(names):,}", f"{', '.join(collapse(names))} ({reason})")
     for kind, words in (("missing", "MISSING"), ("unmapped_hf", "NO RULE")):
         if coverage[kind]:
             rows.add_row(words, f"{len(coverage[kind]):,}", "\n".join(collapse(coverage[kind])))

@@ -62,6 +62,11 @@ def table(*columns: str, right: tuple[str, ...] = (), title: str | None = None) 
     return result
 
 
+def counted(count: int, noun: str) -> str:
+    """`1 file`, `2 files`."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 def write_json(args: argparse.Namespace, document: dict[str, Any]) -> None:
     """Write `document` where `--json` says; nothing without it and on ranks other than 0.
 

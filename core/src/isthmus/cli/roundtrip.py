@@ -106,6 +106,7 @@ def _merged(ranks: list[dict[str, Any]]) -> dict[str, Any]:
             "hf_tensors": first["source_tensors"],
             "loaded": report.hf_tensors,
             "passed_through": sorted(report.passed_through),
+            "passed_through_reasons": report.passed_through,
             "dropped": report.dropped,
         },
         "roundtrip": {

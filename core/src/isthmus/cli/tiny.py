@@ -4,11 +4,15 @@ The same seed gives the same numbers in every variant. `--list` tells the varian
 """
 
 import argparse
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from isthmus.cli import output
 from isthmus.cli.model import DTYPES
+
+if TYPE_CHECKING:
+    from isthmus.tiny import Variant
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,16 +28,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the checkpoint, or list the variants."""
+    from isthmus.checkpoint.folder import check_target
     from isthmus.registry import family
 
     chosen = family(args.model_type)
     if args.list:
         variants = chosen.tiny.variants if chosen.tiny else {}
         _list(args, variants)
-        output.write_json(args, {"model_type": args.model_type, "variants": list(variants)})
+        about = {name: variant.about for name, variant in variants.items()}
+        output.write_json(args, {"model_type": args.model_type, "variants": list(variants), "about": about})
         return 0
     if args.out_dir is None:
         raise ValueError(f"where to? Give a folder: isthmus tiny {args.model_type} OUT_DIR")
+
+    chosen.variant(args.variant)
+    check_target(args.out_dir, args.overwrite)
 
     import torch
 
@@ -50,20 +59,9 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _list(args: argparse.Namespace, variants: Any) -> None:
-    """One line for each variant: how it differs from the family's first."""
-    rows = output.table("variant", "what differs")
-    usual: Any = next(iter(variants.values()), None)
+def _list(args: argparse.Namespace, variants: Mapping[str, "Variant"]) -> None:
+    """One line for each variant: what it is."""
+    rows = output.table("variant", "what it is")
     for name, variant in variants.items():
-        config = [
-            f"{key}={variant.config.get(key, 'absent')}"
-            for key in {**usual.config, **variant.config}
-            if variant.config.get(key) != usual.config.get(key)
-        ]
-        files = [
-            f"{key}: {getattr(variant, key)}"
-            for key in ("mtp", "head", "fused_experts", "shards", "fp32")
-            if getattr(variant, key) != getattr(usual, key)
-        ]
-        rows.add_row(name, ", ".join(config + files))
+        rows.add_row(name, variant.about)
     output.console(args).print(rows)

@@ -12,7 +12,7 @@ from math import prod
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from isthmus.checkpoint.folder import Staging
 from isthmus.config import HFConfig
@@ -35,7 +35,7 @@ def write_tiny(
 
     LookupError names the variants there are; ValueError where the target folder is not empty.
     """
-    chosen = variant if isinstance(variant, Variant) else find_variant(family, variant)
+    chosen = variant if isinstance(variant, Variant) else family.variant(variant)
     assert family.tiny is not None
     stated = dict(chosen.config)
     kept: torch.dtype = dtype or getattr(torch, stated.get("dtype") or stated["torch_dtype"])
@@ -47,16 +47,6 @@ def write_tiny(
         (staging.path / "config.json").write_text(config, encoding="utf-8")
         write_tokenizer(staging.path, stated)
         staging.publish()
-
-
-def find_variant(family: Family, name: str) -> Variant:
-    """The variant `name`. LookupError where the family has none of that name, or none at all."""
-    variants = family.tiny.variants if family.tiny else {}
-    if name not in variants:
-        raise LookupError(
-            f"family {family.name} has no tiny variant {name!r} (it has: {', '.join(variants) or 'none'})"
-        )
-    return variants[name]
 
 
 def published_shapes(tiny: Tiny, variant: Variant) -> dict[str, tuple[int, ...]]:
@@ -131,17 +121,22 @@ def _write_shards(folder: Path, tensors: Mapping[str, torch.Tensor], count: int)
     """`count` files, each with its share of the tensors in order; an index where there are several."""
     names = list(tensors)
     if count == 1:
-        save_file(dict(tensors), folder / "model.safetensors", metadata={"format": "pt"})
+        _write(folder / "model.safetensors", tensors)
         return
     weight_map = {}
     for number in range(count):
         file = f"model-{number + 1:05}-of-{count:05}.safetensors"
         held = names[number * len(names) // count : (number + 1) * len(names) // count]
-        save_file({name: tensors[name] for name in held}, folder / file, metadata={"format": "pt"})
+        _write(folder / file, {name: tensors[name] for name in held})
         weight_map |= dict.fromkeys(held, file)
     total = sum(tensor.nbytes for tensor in tensors.values())
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _write(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """A file of the usual mode: safetensors' own `save_file` makes one that nobody else may read."""
+    path.write_bytes(save(dict(tensors), metadata={"format": "pt"}))
 
 
 def _matches(name: str, patterns: tuple[str, ...]) -> bool:

@@ -40,19 +40,41 @@ def tiny_config(**overrides: Any) -> dict[str, Any]:
 
 
 VARIANTS = {
-    "default": Variant(tiny_config()),
-    "tied": Variant(tiny_config(tie_word_embeddings=True), head=False),
-    "tied_with_head": Variant(tiny_config(tie_word_embeddings=True)),
-    "no_mtp": Variant(tiny_config(), mtp=False),
-    "odd_vocab": Variant(tiny_config(vocab_size=151)),
-    "five_layers": Variant(tiny_config(num_hidden_layers=5)),
-    "eight_layers": Variant(tiny_config(num_hidden_layers=8)),
-    "dense_layers": Variant(tiny_config(mlp_only_layers=[1])),
-    "v5_config": Variant(v5_spelling(tiny_config())),
-    "fused_experts": Variant(tiny_config(), fused_experts=True),
-    "sharded": Variant(tiny_config(), shards=3),
-    "fp32_a_log": Variant(tiny_config(), fp32=("*.linear_attn.A_log",)),
-    "fp32_norm": Variant(tiny_config(), fp32=("*.linear_attn.norm.weight",)),
+    "default": Variant(
+        tiny_config(), "as published, with fewer and smaller parts: 4 layers, 8 experts, one MTP layer"
+    ),
+    "tied": Variant(
+        tiny_config(tie_word_embeddings=True),
+        "the head is the embedding, and the files leave it out",
+        head=False,
+    ),
+    "tied_with_head": Variant(
+        tiny_config(tie_word_embeddings=True), "the head is the embedding, and the files repeat it"
+    ),
+    "no_mtp": Variant(tiny_config(), "without the MTP layer", mtp=False),
+    "odd_vocab": Variant(
+        tiny_config(vocab_size=151), "151 vocabulary rows, which no tensor-parallel size divides"
+    ),
+    "five_layers": Variant(
+        tiny_config(num_hidden_layers=5), "5 layers, which two pipeline stages cannot share evenly"
+    ),
+    "eight_layers": Variant(tiny_config(num_hidden_layers=8), "8 layers, for pipelines of many stages"),
+    "dense_layers": Variant(tiny_config(mlp_only_layers=[1]), "layer 1 has a plain MLP in place of experts"),
+    "v5_config": Variant(v5_spelling(tiny_config()), "config.json as transformers 5 writes it"),
+    "fused_experts": Variant(
+        tiny_config(),
+        "the experts of a layer in one tensor, as transformers 5 holds them",
+        fused_experts=True,
+    ),
+    "sharded": Variant(tiny_config(), "three safetensors files and an index", shards=3),
+    "fp32_a_log": Variant(
+        tiny_config(), "A_log in float32, all else in bfloat16", fp32=("*.linear_attn.A_log",)
+    ),
+    "fp32_norm": Variant(
+        tiny_config(),
+        "the delta net's norm in float32, all else in bfloat16",
+        fp32=("*.linear_attn.norm.weight",),
+    ),
 }
 
 # Where the usual, 0 and a size that keeps activations at 1, would not do. Decay is exp(-exp(A_log) dt), and
