@@ -12,6 +12,7 @@ import argparse
 import importlib
 import os
 import sys
+import time
 import traceback
 from collections.abc import Sequence
 
@@ -19,6 +20,7 @@ from isthmus import __version__
 from isthmus.cli import output
 
 COMMANDS = ("families", "inspect", "plan", "tiny", "import_", "export", "roundtrip", "verify", "demo")
+PATIENCE = 10.0  # seconds that ranks may find the same mistake apart
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,6 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if os.environ.get("ISTHMUS_TRACEBACK") == "1":
             traceback.print_exception(error)
         else:
+            _leave_it_to_rank_0()
             print(f"isthmus {args.command}: {_message(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -75,5 +78,13 @@ def _message(error: Exception) -> str:
     text = str(error).strip()
     if not text or isinstance(error, KeyError | IndexError | UnicodeError):
         text = f"{type(error).__name__}: {text} (ISTHMUS_TRACEBACK=1 shows where)"
-    rank = os.environ.get("RANK")
-    return text if rank is None else f"rank {rank}: {text}"
+    return text if output.is_reporting_rank() else f"rank {os.environ['RANK']}: {text}"
+
+
+def _leave_it_to_rank_0() -> None:
+    """Wait on the other ranks of torchrun: what is wrong with a request, rank 0 mostly finds too, and says.
+
+    torchrun then ends the others. Where it does not, something is wrong on this rank alone.
+    """
+    if not output.is_reporting_rank():
+        time.sleep(PATIENCE)

@@ -6,6 +6,8 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from isthmus.cli import output
+
 if TYPE_CHECKING:
     from isthmus.layout import Layout
 
@@ -59,11 +61,12 @@ def _run_here(layout: "Layout", function: Callable[..., Any], args: tuple[Any, .
     world_size = int(os.environ["WORLD_SIZE"])
     if world_size != layout.world_size:
         raise ValueError(
-            f"torchrun started {world_size} ranks, the layout {layout.as_dict()} has {layout.world_size}."
-            f" Try: --nproc-per-node {layout.world_size}, or other layout options"
+            f"{_words(layout)} needs {output.counted(layout.world_size, 'rank')}, torchrun started"
+            f" {world_size}. Try: --nproc-per-node {layout.world_size}, or other layout options"
         )
     import torch
 
+    from isthmus.cpu.quiet import silenced
     from isthmus.cpu.worker import BACKENDS
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -73,8 +76,15 @@ def _run_here(layout: "Layout", function: Callable[..., Any], args: tuple[Any, .
         import isthmus.cpu
 
         isthmus.cpu.install()
-    torch.distributed.init_process_group(BACKENDS[device])
     results: list[Any] = [None] * world_size
-    torch.distributed.all_gather_object(results, on_rank(layout, function, args))
-    torch.distributed.destroy_process_group()
+    with silenced():
+        torch.distributed.init_process_group(BACKENDS[device])
+        torch.distributed.all_gather_object(results, on_rank(layout, function, args))
+        torch.distributed.destroy_process_group()
     return results
+
+
+def _words(layout: "Layout") -> str:
+    """`tp=2 pp=2`: the sizes that make up the world size, as the user gave them."""
+    sizes = {name: getattr(layout, name) for name in ("tp", "pp", "cp", "dp")}
+    return " ".join(f"{name}={size}" for name, size in sizes.items() if size > 1) or "tp=1"

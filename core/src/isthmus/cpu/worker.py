@@ -3,18 +3,17 @@
 import faulthandler
 import importlib
 import importlib.util
-import logging
 import os
 import pickle
 import signal
 import sys
 import threading
-import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
+from isthmus.cpu.quiet import silence
 from isthmus.cpu.transfer import Failure, Task, dumps
 
 FOREVER = timedelta(days=7)  # a gloo timeout has to be finite
@@ -59,10 +58,7 @@ def _settle(rank: int, task: Task, connection: Connection) -> None:
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False)
     sys.stdout.flush()
     if task.quiet:
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, 1)
-        warnings.simplefilter("ignore")
-        logging.getLogger("megatron").setLevel(logging.ERROR)
+        silence()
     else:
         os.dup2(2, 1)
     threading.Thread(target=_die_with_parent, args=(connection,), daemon=True).start()
