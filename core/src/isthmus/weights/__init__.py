@@ -10,6 +10,7 @@ from isthmus.weights.heads import rows_over as rows_over
 from isthmus.weights.map import Bound as Bound
 from isthmus.weights.map import Coverage as Coverage
 from isthmus.weights.map import HFTensor as HFTensor
+from isthmus.weights.map import Ignored as Ignored
 from isthmus.weights.map import WeightMap as WeightMap
 from isthmus.weights.map import ignore as ignore
 from isthmus.weights.map import passthrough as passthrough

@@ -7,11 +7,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from isthmus.hosting.module import HostedModule
-from isthmus.hosting.torch_functions import import_modeling
 from isthmus.weights import Heads
 from isthmus_qwen3_next import heads
+from isthmus_qwen3_next.classes import CLASSES
 
-MODELING = "transformers.models.qwen3_next.modeling_qwen3_next"
 IMPLEMENTATIONS = ("sdpa", "eager")
 
 
@@ -21,6 +20,7 @@ class HostedAttention(HostedModule):
     Causal, from position 0 of each sequence on; rotary embeddings are HF's, of those positions.
     """
 
+    classes = CLASSES
     hosted_name = "self_attn"
 
     def __init__(
@@ -49,7 +49,7 @@ class HostedAttention(HostedModule):
         super().__init__(config, *args, **kwargs)
         # Not a submodule: its frequencies are no weights, and stay float32 in a bf16 model.
         with torch.device("cpu"):
-            self._rotary = (import_modeling(MODELING).Qwen3NextRotaryEmbedding(self._hf_config(config)),)
+            self._rotary = (self.classes.rotary(self._hf_config(config)),)
 
     def heads(self, config: TransformerConfig) -> Heads:
         """Query heads with the key/value head they share."""
@@ -57,7 +57,7 @@ class HostedAttention(HostedModule):
 
     def build_hf_module(self, config: TransformerConfig) -> nn.Module:
         """HF's module for one full-attention layer of `config`."""
-        return import_modeling(MODELING).Qwen3NextAttention(self._hf_config(config), layer_idx=0)
+        return self.classes.attention(self._hf_config(config), layer_idx=0)
 
     def run(self, hf_module: Any, hidden: Tensor, **megatron: Any) -> Tensor:
         """Causal attention (b, s, h) -> (b, s, h). ValueError: Megatron passed a mask, which is not used."""
@@ -72,14 +72,12 @@ class HostedAttention(HostedModule):
         return output
 
     def _hf_config(self, config: TransformerConfig) -> Any:
-        from transformers import Qwen3NextConfig
-
         sizes: Any = {
             "head_dim": config.kv_channels,
             "num_attention_heads": config.num_attention_heads,
             "num_key_value_heads": config.num_query_groups,
         }
-        hf = Qwen3NextConfig(
+        hf = self.classes.config(
             hidden_size=config.hidden_size,
             **sizes,
             attention_dropout=config.attention_dropout,

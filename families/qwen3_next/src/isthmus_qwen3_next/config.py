@@ -7,7 +7,7 @@ from isthmus.config import HFConfig
 from isthmus.decoder import decoder_config, layer_types
 
 # Qwen2's sliding window, which releases carry along and Hugging Face's Qwen3-Next never reads; and the two
-# fields of Hugging Face's own auxiliary loss (see `_moe`).
+# fields of Hugging Face's own auxiliary loss (see `moe_fields`).
 INERT = frozenset({"use_sliding_window", "sliding_window", "max_window_layers", "output_router_logits"})
 
 # Field names that tools write for the number of prediction layers. The files decide, these are compared.
@@ -42,17 +42,17 @@ def megatron_config(hf: HFConfig, keys: frozenset[str]) -> dict[str, Any]:
         "layernorm_zero_centered_gamma": True,
         "qk_layernorm": True,
         "attention_output_gate": True,
-        **_delta_net(hf),
+        **delta_net_fields(hf),
         "moe_layer_freq": sparse,
-        **_moe(hf, any(sparse)),
-        "mtp_num_layers": _mtp_layers(hf, keys, sparse),
+        **moe_fields(hf, hf["norm_topk_prob"], used=any(sparse)),
+        "mtp_num_layers": mtp_layers(hf, keys, sparse),
         "hetereogenous_dist_checkpoint": True,  # (Megatron's spelling) layers differ in kind
     }
     hf.check_all_understood(INERT)
     return fields
 
 
-def _delta_net(hf: HFConfig) -> dict[str, Any]:
+def delta_net_fields(hf: HFConfig) -> dict[str, Any]:
     kinds = {"linear_attention": 1, "full_attention": 0}
     types = layer_types(hf)
     if unknown := sorted(set(types) - kinds.keys()):
@@ -82,8 +82,10 @@ def _sparse_layers(hf: HFConfig) -> list[int]:
     return [int(i not in dense and experts > 0 and (i + 1) % step == 0) for i in layers]
 
 
-def _moe(hf: HFConfig, used: bool) -> dict[str, Any]:
-    """Softmax over all experts in fp32, its top k, renormalised if `norm_topk_prob`; a gated shared expert.
+def moe_fields(hf: HFConfig, renormalise: bool, used: bool = True) -> dict[str, Any]:
+    """Softmax over all experts in fp32, its top k, renormalised if so; a gated shared expert.
+
+    Nothing where no layer has experts, though the fields are there.
 
     Renormalised top-k probabilities are the softmax of the top-k logits: Megatron's router without
     `pre_softmax`. With it they stay as they are: `norm_topk_prob=False`. For k = 1 the renormalised weight is
@@ -93,7 +95,7 @@ def _moe(hf: HFConfig, used: bool) -> dict[str, Any]:
     product of averages over all layers) that is none of Megatron's. The model's function has no such term, so
     balancing is off; the coefficient is there for a run that turns on `moe_router_load_balancing_type`.
     """
-    topk, renormalise = hf["num_experts_per_tok"], hf["norm_topk_prob"]
+    topk = hf["num_experts_per_tok"]
     if used and not 0 < topk <= hf["num_experts"]:
         raise ValueError(
             f"config.json: cannot choose num_experts_per_tok={topk} of num_experts={hf['num_experts']}"
@@ -120,7 +122,7 @@ def _moe(hf: HFConfig, used: bool) -> dict[str, Any]:
     return fields if used else {}
 
 
-def _mtp_layers(hf: HFConfig, keys: frozenset[str], sparse: list[int]) -> int | None:
+def mtp_layers(hf: HFConfig, keys: frozenset[str], sparse: list[int]) -> int | None:
     """Prediction layers: as many as the checkpoint has, or as stated where there is no checkpoint."""
     stated = hf.either(*MTP_COUNTS)
     found = {int(match[1]) for key in keys if (match := re.match(r"mtp\.layers\.(\d+)\.", key))}

@@ -10,10 +10,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
 from isthmus.hosting.module import HostedModule
-from isthmus.hosting.torch_functions import import_modeling
 from isthmus.precision import mark_param_dtype
 from isthmus.weights import Heads
 from isthmus_qwen3_next import heads
+from isthmus_qwen3_next.classes import CLASSES
 
 SIZES = (  # fields of the same name and meaning in HF's config and Megatron's
     "linear_conv_kernel_dim",
@@ -26,21 +26,23 @@ ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "relu": F.relu}
 
 
 class HostedDeltaNet(HostedModule):
-    """transformers' Qwen3NextGatedDeltaNet as a layer's self_attention; its input norm stays outside."""
+    """transformers' Qwen3NextGatedDeltaNet as a layer's self_attention; its input norm stays outside.
 
+    A subclass for another release of the same block names HF's classes and how it stores projections.
+    """
+
+    classes = CLASSES
+    in_projections = heads.IN_PROJECTIONS
     hosted_name = "linear_attn"
     fp32_params = ("A_log",)  # a decay rate exp(-exp(A_log) dt): rounding it moves what the layer remembers
 
     def heads(self, config: TransformerConfig) -> Heads:
         """Value heads with their key head."""
-        return heads.delta_net(config)
+        return heads.delta_net(config, self.in_projections)
 
     def build_hf_module(self, config: TransformerConfig) -> nn.Module:
         """HF's module for one linear-attention layer of `config`."""
-        from transformers import Qwen3NextConfig
-
-        modeling = import_modeling("transformers.models.qwen3_next.modeling_qwen3_next")
-        hf = Qwen3NextConfig(
+        hf = self.classes.config(
             hidden_size=config.hidden_size,
             hidden_act=activation_name(config),
             rms_norm_eps=config.layernorm_epsilon,
@@ -49,7 +51,7 @@ class HostedDeltaNet(HostedModule):
             layer_types=["linear_attention"],
             **{name: getattr(config, name) for name in SIZES},
         )
-        return modeling.Qwen3NextGatedDeltaNet(hf, layer_idx=0)
+        return self.classes.delta_net(hf, layer_idx=0)
 
 
 class NativeDeltaNet(GatedDeltaNet):

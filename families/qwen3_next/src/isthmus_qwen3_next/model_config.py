@@ -1,8 +1,8 @@
 """The model config of Qwen3-Next: Megatron's GPTModelConfig with a choice of delta net."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from megatron.training.models.gpt import GPTModelConfig
 
@@ -26,6 +26,13 @@ class Qwen3NextModelConfig(GPTModelConfig):
             `as_dict` holds no functions, and `from_dict` gets this one back by its name.
     """
 
+    # By (delta_net, attention).
+    spec_arguments: ClassVar[Mapping[tuple[str, str], Callable[..., Any]]] = {
+        ("hosted", "megatron"): layer_spec,
+        ("megatron", "megatron"): native_layer_spec,
+        ("hosted", "hosted"): hosted_layer_spec,
+    }
+
     transformer_layer_spec: Any | Callable[..., Any] | None = layer_spec
     delta_net: str = "hosted"
     attention: str = "megatron"
@@ -39,18 +46,13 @@ class Qwen3NextModelConfig(GPTModelConfig):
 
         ValueError: there is none for Megatron's delta net beside HF's attention.
         """
-        specs = {
-            ("hosted", "megatron"): layer_spec,
-            ("megatron", "megatron"): native_layer_spec,
-            ("hosted", "hosted"): hosted_layer_spec,
-        }
         chosen = self.delta_net, self.attention
-        if chosen not in specs:
+        if chosen not in self.spec_arguments:
             raise ValueError(
                 f"Megatron's --spec has no function for (delta_net, attention) = {chosen}; "
-                f"the pairs that it has are {', '.join(map(str, specs))}"
+                f"the pairs that it has are {', '.join(map(str, self.spec_arguments))}"
             )
-        return specs[chosen]
+        return self.spec_arguments[chosen]
 
     def __post_init__(self) -> None:
         if self.hidden_act is None:

@@ -11,15 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from isthmus.checkpoint.reader import CheckpointReader
-from isthmus.hosting.torch_functions import import_modeling
-
-modeling = import_modeling("transformers.models.qwen3_next.modeling_qwen3_next")
+from isthmus_qwen3_next.classes import CLASSES, Classes
 
 
-def multi_token_prediction(hf: Any, reader: CheckpointReader) -> nn.Module:
+def multi_token_prediction(hf: Any, reader: CheckpointReader, classes: Classes = CLASSES) -> nn.Module:
     """The checkpoint's block, in the dtype of the model `hf`. ValueError: tensors are missing or unknown."""
     dense = not any(".mlp.experts." in name for name in reader.tensors if name.startswith("mtp."))
-    block = MultiTokenPrediction(hf.config, dense)
+    block = MultiTokenPrediction(hf.config, dense, classes)
     tensors = _stacked({name: reader.slice(name) for name in reader.tensors if name.startswith("mtp.")})
     expected = block.state_dict()
     if tensors.keys() != expected.keys():
@@ -54,7 +52,7 @@ class MultiTokenPrediction(nn.Module):
     attention; and a token keeps its position, though it is joined with the next token's embedding.
     """
 
-    def __init__(self, config: Any, dense: bool) -> None:
+    def __init__(self, config: Any, dense: bool, classes: Classes) -> None:
         super().__init__()
         config = copy.deepcopy(config)
         config.num_hidden_layers, config.layer_types = 1, ["full_attention"]
@@ -62,10 +60,10 @@ class MultiTokenPrediction(nn.Module):
         size, eps = config.hidden_size, config.rms_norm_eps
         self.mtp = nn.Module()
         self.mtp.fc = nn.Linear(2 * size, size, bias=False)
-        self.mtp.pre_fc_norm_embedding = modeling.Qwen3NextRMSNorm(size, eps=eps)
-        self.mtp.pre_fc_norm_hidden = modeling.Qwen3NextRMSNorm(size, eps=eps)
-        self.mtp.layers = nn.ModuleList([modeling.Qwen3NextDecoderLayer(config, layer_idx=0)])
-        self.mtp.norm = modeling.Qwen3NextRMSNorm(size, eps=eps)
+        self.mtp.pre_fc_norm_embedding = classes.norm(size, eps=eps)
+        self.mtp.pre_fc_norm_hidden = classes.norm(size, eps=eps)
+        self.mtp.layers = nn.ModuleList([classes.layer(config, layer_idx=0)])
+        self.mtp.norm = classes.norm(size, eps=eps)
 
     def forward(self, hf: Any, next_ids: Tensor, hidden: Tensor) -> Tensor:
         """(b, s, h) for the head, from the next tokens (b, s) and its final hidden states (b, s, h)."""

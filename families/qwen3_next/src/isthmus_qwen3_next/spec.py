@@ -4,7 +4,7 @@ four.
 `layer_spec` is what `GPTModelConfig.transformer_layer_spec` and Megatron's `--spec` call.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron.core.models.backends import BackendSpecProvider, LocalSpecProvider
@@ -27,6 +27,14 @@ from isthmus_qwen3_next.delta_net import HostedDeltaNet, NativeDeltaNet, OnesCen
 MIXERS = ("hosted", "megatron")
 
 
+@dataclass(frozen=True, slots=True)
+class Hosted:
+    """The hosted modules of a family that is made of these blocks."""
+
+    delta_net: type[HostedDeltaNet] = HostedDeltaNet
+    attention: type[HostedAttention] = HostedAttention
+
+
 def layer_spec(
     model_config: Any, config: TransformerConfig | int | None = None, vp_stage: int | None = None
 ) -> TransformerBlockSubmodules:
@@ -38,26 +46,31 @@ def layer_spec(
     `config.linear_attention_freq` says which layers have a delta net (1) and which full attention (0), and
     `config.moe_layer_freq` which have experts, as everywhere in Megatron.
     """
-    return _block(model_config, config, vp_stage)
+    return block(Hosted(), model_config, config, vp_stage)
 
 
 def native_layer_spec(
     model_config: Any, config: TransformerConfig | int | None = None, vp_stage: int | None = None
 ) -> TransformerBlockSubmodules:
     """`layer_spec` with Megatron's delta net, for `--spec`: Megatron's arguments have no `delta_net`."""
-    return _block(model_config, config, vp_stage, delta_net="megatron", attention="megatron")
+    return block(Hosted(), model_config, config, vp_stage, delta_net="megatron", attention="megatron")
 
 
 def hosted_layer_spec(
     model_config: Any, config: TransformerConfig | int | None = None, vp_stage: int | None = None
 ) -> TransformerBlockSubmodules:
     """`layer_spec` with HF's delta net and HF's attention, for `--spec`."""
-    return _block(model_config, config, vp_stage, delta_net="hosted", attention="hosted")
+    return block(Hosted(), model_config, config, vp_stage, delta_net="hosted", attention="hosted")
 
 
-def _block(
-    model_config: Any, config: TransformerConfig | int | None, vp_stage: int | None, **mixers: str
+def block(
+    modules: Hosted,
+    model_config: Any,
+    config: TransformerConfig | int | None,
+    vp_stage: int | None,
+    **mixers: str,
 ) -> TransformerBlockSubmodules:
+    """The layers of a stage, with `modules` where they are hosted; `mixers` overrule the model config."""
     if isinstance(config, int):
         config, vp_stage = None, config
     transformer = config or model_config.transformer
@@ -76,10 +89,10 @@ def _block(
     )
     pattern = get_linear_attention_pattern(transformer)
     backend = _backend(te)
-    hosted = {1: ModuleSpec(module=HostedDeltaNet, params=params)}
+    hosted = {1: ModuleSpec(module=modules.delta_net, params=params)}
     if attention == "hosted":
         rope = {name: getattr(model_config, name) for name in ("rotary_base", "rotary_percent")}
-        hosted[0] = ModuleSpec(module=HostedAttention, params=params | rope)
+        hosted[0] = ModuleSpec(module=modules.attention, params=params | rope)
     kinds = [int(kind) for kind in pattern]
     norm = _norm(transformer, backend)
     layers = [
