@@ -224,7 +224,7 @@ def test_torchruns_ranks_must_be_the_layouts(
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "3")
     message = refused(capsys, "roundtrip", good, tmp_path / "out", "--tp", "2")
-    assert "torchrun started 3 ranks" in message
+    assert "tp=2 needs 2 ranks, torchrun started 3" in message
     assert "--nproc-per-node 2" in message
     assert content(tmp_path) == {}
 
@@ -264,13 +264,36 @@ def test_a_hub_id_that_is_not_cached_is_named(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_tiny_refuses_what_it_cannot_write(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "isthmus-llama9" in refused(capsys, "tiny", "llama9", tmp_path / "out")
+    assert "pip install isthmus-llama9" in refused(capsys, "tiny", "llama9", tmp_path / "out")
+    assert refused(capsys, "tiny", "qwen3next", tmp_path / "out").endswith("Did you mean qwen3_next?\n")
+    for nonsense in ("/x/y", "../../etc", "Some Model", "-", "7b", "x" * 60):
+        message = refused(capsys, "tiny", "--", nonsense, tmp_path / "out")
+        assert message.endswith(f"model_type {nonsense!r} (installed: qwen3_next)\n")
     message = refused(capsys, "tiny", "qwen3_next", tmp_path / "out", "--variant", "huge")
     assert re.search(r"no tiny variant 'huge' \(it has: default, tied, ", message)
     assert "where to?" in refused(capsys, "tiny", "qwen3_next")
     (tmp_path / "precious.txt").write_text("a")
     assert "is not empty" in refused(capsys, "tiny", "qwen3_next", tmp_path)
     assert content(tmp_path) == {"precious.txt": b"a"}
+
+
+def test_an_export_says_what_a_folder_is_that_is_not_megatrons(
+    good: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert "nowhere does not exist" in refused(capsys, "export", tmp_path / "nowhere", out)
+    assert "config.json is a file" in refused(capsys, "export", good / "config.json", out)
+    message = refused(capsys, "export", good, out)
+    assert "is a Hugging Face checkpoint" in message
+    assert f"isthmus import {good} " in message
+    assert f"isthmus import {good} " in refused(capsys, "export", good, out, "--hf", good)
+
+
+def test_a_demo_keeps_what_an_earlier_one_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "precious.txt").write_text("a")
+    message = refused(capsys, "demo", "--out", tmp_path)
+    assert f"--out {tmp_path} is not empty" in message
+    assert "--overwrite" not in message  # which demo does not have
 
 
 def test_a_round_trip_onto_the_source_is_refused(

@@ -69,8 +69,9 @@ class AutoBridge:
         where the folder was not made by an import.
         """
         from isthmus.checkpoint.manifest import load_manifest
-        from isthmus.checkpoint.megatron_folder import HF, recorded_choices
+        from isthmus.checkpoint.megatron_folder import HF, check_folder, recorded_choices
 
+        check_folder(megatron_dir)
         if hf is not None:
             bridge = cls.from_hf_pretrained(hf)
         else:

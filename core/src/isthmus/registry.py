@@ -1,7 +1,9 @@
 """The installed families, found by entry points and imported on first use."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from types import MappingProxyType
@@ -9,6 +11,7 @@ from types import MappingProxyType
 from isthmus.family import Family
 
 GROUP = "isthmus.families"
+NAME = re.compile(r"(?=.{2,40}$)[a-z][a-z0-9]*([_-][a-z0-9]+)*")  # as transformers spells a model_type
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +61,15 @@ def family(model_type: str) -> Family:
     if model_type not in installed:
         known = ", ".join(sorted(installed)) or "none"
         raise LookupError(
-            f"no installed family handles model_type {model_type!r} (installed: {known})."
-            f" Try: pip install isthmus-{model_type.replace('_', '-')}"
+            f"no installed family handles model_type {model_type!r} (installed: {known}){_advice(model_type)}"
         )
     return installed[model_type].load()
+
+
+def _advice(model_type: str) -> str:
+    """What to try instead of a name that is not installed; nothing where it cannot be a family's."""
+    if close := get_close_matches(model_type, families(), 1, cutoff=0.9):
+        return f". Did you mean {close[0]}?"
+    if NAME.fullmatch(model_type):
+        return f". Try: pip install isthmus-{model_type.replace('_', '-')}"
+    return ""

@@ -16,6 +16,7 @@ A run that loads the folder and saves into it adds to it, and the folder stays e
 import dataclasses
 import importlib.metadata
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,20 @@ RELEASE = "release"
 ARGUMENTS = "megatron_args.txt"
 HF = "hf"
 NOTE = "isthmus.json"
+
+
+def check_folder(folder: str | Path) -> None:
+    """FileNotFoundError, ValueError where this is no Megatron folder: absent, a file, or an HF checkpoint."""
+    folder = Path(folder)
+    if not folder.exists():
+        raise FileNotFoundError(f"{folder} does not exist; give the folder of Megatron's --save")
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is a file; give the folder of Megatron's --save")
+    if (folder / "config.json").is_file() and not (folder / TRACKER).is_file():
+        raise ValueError(
+            f"{folder} is a Hugging Face checkpoint, not a Megatron one. To make one of it:"
+            f" isthmus import {shlex.quote(str(folder))} MEGATRON_DIR"
+        )
 
 
 def latest(folder: str | Path) -> Path:

@@ -39,6 +39,8 @@ def run(args: argparse.Namespace) -> int:
     if args.steps < 1:
         raise ValueError(f"--steps {args.steps}: at least one step is needed to see anything change")
     if args.out is not None:
+        if args.out.is_dir() and any(args.out.iterdir()):
+            raise ValueError(f"--out {args.out} is not empty; give a new folder, or an empty one")
         check_target(args.out)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the demo is the same everywhere; set before torch looks
     isthmus.cpu.check_machine()
