@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import struct
 import subprocess
 import sys
 from collections.abc import Callable
@@ -95,6 +96,30 @@ DAMAGED: dict[str, tuple[Callable[[Path], None], list[str]]] = {
         ["no installed family handles model_type 'gemma9'", "qwen3_next", "pip install isthmus-gemma9"],
     ),
     "unknown field": (config(attention_sinks=4), ["attention_sinks"]),
+    "values of the wrong kind": (
+        config(hidden_size="64", rms_norm_eps=-1, layer_types=5, rope_scaling="linear"),
+        [
+            "hidden_size='64', expected a whole number",
+            "rms_norm_eps=-1",
+            "layer_types=5",
+            "rope_scaling='linear'",
+        ],
+    ),
+    "a layer that there is not": (
+        config(mlp_only_layers=[1, 4]),
+        ["mlp_only_layers has [4]", "last one 3"],
+    ),
+    "layer types of another model": (
+        config(full_attention_interval=None, layer_types=["full_attention"] * 3),
+        ["layer_types names 3 layers, num_hidden_layers=4"],
+    ),
+    "heads that share nothing": (config(num_key_value_heads=3), ["num_attention_heads=4 is not a multiple"]),
+    "an odd number of rotated dims": (config(partial_rotary_factor=0.1), ["3 dims, expected an even number"]),
+    "config with a name twice": (
+        data(lambda text: text.replace(b"{", b'{"head_dim": 1, ', 1), "config.json"),
+        ["config.json is not valid JSON: 'head_dim' given more than once"],
+    ),
+    "config without a bottom": (data(lambda _: b"[" * 100_000, "config.json"), ["nested more than 100 deep"]),
     "no weights": (unlink(WEIGHTS), ["safetensors"]),
     "missing tensors": (
         weights(drop_experts),
@@ -127,6 +152,14 @@ DAMAGED: dict[str, tuple[Callable[[Path], None], list[str]]] = {
     ),
     "cut short": (data(lambda raw: raw[:-1000]), [WEIGHTS]),
     "header damaged": (data(lambda raw: raw[:8] + b"[" + raw[9:]), [WEIGHTS]),
+    "header without a bottom": (
+        data(lambda raw: struct.pack("<Q", 80_000) + b'{"a":' * 16_000 + raw),
+        [WEIGHTS, "nested more than 100 deep"],
+    ),
+    "header longer than the file": (
+        data(lambda raw: b"\xff" * 8 + raw[8:]),
+        ["header of 18446744073709551615 bytes"],
+    ),
     "empty file": (data(lambda raw: b""), [WEIGHTS]),
     "a download's pointer file": (
         data(lambda raw: b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"),
@@ -147,6 +180,7 @@ DAMAGED_SHARDS: dict[str, tuple[Callable[[Path], None], list[str]]] = {
         index(lambda names: names.update(ghost="model-00001-of-00003.safetensors")),
         ["ghost"],
     ),
+    "the index has no bottom": (data(lambda _: b'{"a":' * 16_000, INDEX), ["nested more than 100 deep"]),
     "the index leaves a tensor out": (index(lambda names: names.pop(Q_PROJ)), [Q_PROJ]),
     "the index names the wrong file": (
         index(lambda names: names.update({"model.norm.weight": "model-00001-of-00003.safetensors"})),

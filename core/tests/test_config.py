@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 import torch
@@ -68,8 +67,8 @@ def test_an_unknown_model_type_has_no_defaults():
 
 
 def test_a_value_that_transformers_refuses_is_reported_as_such():
-    with pytest.raises(ValueError, match=r"LlamaConfig refuses.*hidden_size"):
-        HFConfig({"model_type": "llama", "hidden_size": "64"})["vocab_size"]
+    with pytest.raises(ValueError, match=r"LlamaConfig refuses.*pretraining_tp"):
+        HFConfig({"model_type": "llama", "pretraining_tp": "64"})["vocab_size"]
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", '{"a": 1, "a": 2}'])
@@ -273,18 +272,3 @@ def test_text_on_one_line_stays_on_one_line(text):
     changed = write_config(text, {"a": {"x": 1}, "new": False})
     assert "\n" not in changed
     assert json.loads(changed) == json.loads(text) | {"a": {"x": 1}, "new": False}
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "expected"),
-    [
-        ("num_hidden_layers", 4.0, "expected a whole number"),
-        ("num_attention_heads", "4", "expected a whole number"),
-        ("vocab_size", -1, "expected a whole number"),
-        ("num_key_value_heads", True, "expected a whole number"),
-        ("rms_norm_eps", float("nan"), "expected a finite number"),
-    ],
-)
-def test_a_value_that_is_no_count_or_no_number_is_refused(key: str, value: Any, expected: str) -> None:
-    with pytest.raises(ValueError, match=f"{key}=.*{expected}"):
-        HFConfig({"model_type": "qwen3_next", key: value})[key]

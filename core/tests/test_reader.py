@@ -253,7 +253,7 @@ DAMAGED = {
     "half a header": (raw(b'{"a": '), "corrupt header"),
     "no text": (raw(b"\xff\xfe\xff\xfe"), "corrupt header"),
     "not an object": (raw(b"[1]"), "corrupt header (not a JSON object)"),
-    "name twice": (raw(b'{"a": 1, "a": 2}'), "corrupt header (given twice: a)"),
+    "name twice": (raw(b'{"a": 1, "a": 2}'), "corrupt header ('a' given more than once)"),
     "no shape": (raw({"a": {"dtype": "F32"}}), "corrupt header entry: a"),
     "negative shape": (raw({"a": entry("F32", [-1], 0, 4)}, 4), "shape or offsets are not counts: a"),
     "unknown dtype": (raw({"a": entry("F6", [8], 0, 6)}, 6), "unknown dtype F6: a (known: BOOL"),

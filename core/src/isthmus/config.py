@@ -5,11 +5,11 @@ config object, whose names change between releases. :mod:`isthmus.decoder` turns
 """
 
 import copy
-import json
-import math
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
+
+from isthmus.config_values import check_values
+from isthmus.json_text import parse_json
 
 # Keys that no forward pass depends on, by what they are for.
 INERT_FOR = {
@@ -31,8 +31,6 @@ INERT_FOR = {
         exponential_decay_length_penalty suppress_tokens begin_suppress_tokens""",
     "marks of tools": "unsloth_fixed unsloth_version",
 }
-# Names of counts and sizes.
-_COUNT = re.compile(r"^num_|_(size|dim|heads|layers|interval|step|position_embeddings|per_tok)$")
 INERT = frozenset(" ".join(INERT_FOR.values()).split())
 
 
@@ -41,10 +39,12 @@ class HFConfig(Mapping[str, Any]):
 
     `hf["key"]` is what Hugging Face computes with: the file's value, else the default of transformers' own
     config class for this `model_type` (`LookupError` where neither has one). `hf.get("key")` is the file's
-    value only. A null in the file counts as absent.
+    value only. A null in the file counts as absent. ValueError, listing all, where values are none that their
+    fields can have (:mod:`isthmus.config_values`).
     """
 
     def __init__(self, raw: Mapping[str, Any], *, _root: "HFConfig | None" = None, _path: str = ""):
+        check_values(raw, _path)
         self.raw = dict(raw)
         self.read: set[str] = set()
         self.defaulted: dict[str, Any] = {}  # keys absent from the file, with the class default handed out
@@ -55,17 +55,10 @@ class HFConfig(Mapping[str, Any]):
 
     @classmethod
     def from_text(cls, text: str) -> "HFConfig":
-        """The config in the text of a config.json. ValueError: not a JSON object, or a key given twice."""
-
-        def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-            names = [name for name, _ in pairs]
-            if twice := sorted({name for name in names if names.count(name) > 1}):
-                raise ValueError(f"config.json gives {', '.join(map(repr, twice))} more than once")
-            return dict(pairs)
-
+        """The config in the text of a config.json. ValueError: not one JSON object, each name given once."""
         try:
-            raw = json.loads(text, object_pairs_hook=once)
-        except json.JSONDecodeError as error:
+            raw = parse_json(text)
+        except ValueError as error:
             raise ValueError(f"config.json is not valid JSON: {error}") from error
         if not isinstance(raw, dict):
             raise ValueError(f"config.json holds a {type(raw).__name__}, expected an object")
@@ -83,18 +76,7 @@ class HFConfig(Mapping[str, Any]):
         """The file's value of `key`, or `default`; transformers is never asked."""
         self.read.add(key)
         value = self.raw.get(key)
-        if value is None:
-            return default
-        self._check_number(key, value)
-        return value
-
-    def _check_number(self, key: str, value: Any) -> None:
-        """ValueError where a count is not a whole number, or a number is not finite."""
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ValueError(f"config.json: {self._path}{key}={value!r}, expected a finite number")
-        whole = type(value) is int and value >= 0
-        if _COUNT.search(key) and isinstance(value, (int, float, str)) and not whole:
-            raise ValueError(f"config.json: {self._path}{key}={value!r}, expected a whole number, 0 or more")
+        return default if value is None else value
 
     def __getitem__(self, key: str) -> Any:
         value = self.get(key)

@@ -7,12 +7,14 @@ import json
 import math
 import os
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from isthmus.json_text import parse_json
 
 MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors library itself
 
@@ -104,7 +106,7 @@ def read_header(path: Path, defects: Defects) -> tuple[list[TensorInfo], os.stat
                 )
                 return [], status
             text = _read_exactly(file.fileno(), length)
-        entries = json.loads(text, object_pairs_hook=_without_duplicates)
+        entries = parse_json(text)
         if not isinstance(entries, dict):
             raise ValueError("not a JSON object")
     except OSError as error:
@@ -134,15 +136,6 @@ def _read_exactly(fd: int, length: int) -> bytes:
         blocks.append(block)
         length -= len(block)
     return b"".join(blocks)
-
-
-def _without_duplicates(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    entries = dict(pairs)
-    if len(entries) < len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = sorted({key for key in keys if keys.count(key) > 1})
-        raise ValueError(f"given twice: {', '.join(twice)}")
-    return entries
 
 
 def _tensor(name: str, entry: Any, file: str, data: int, defects: Defects) -> TensorInfo | None:

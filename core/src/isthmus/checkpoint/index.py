@@ -1,11 +1,11 @@
 """Which files of a folder hold its weights, and whether the index and the files agree."""
 
-import json
 import os
 import re
 from pathlib import Path
 
 from isthmus.checkpoint.header import Defects, TensorInfo, read_header
+from isthmus.json_text import parse_json
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -56,7 +56,7 @@ def _weight_map(folder: Path, defects: Defects) -> dict[str, str] | None:
     if not path.exists():
         return None
     try:
-        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        weight_map = parse_json(path.read_text(encoding="utf-8"))["weight_map"]
         names = set(weight_map.values())
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         defects.add(f"{INDEX}: corrupt", detail=f"{type(error).__name__}: {error}")

@@ -8,6 +8,7 @@ from types import MappingProxyType
 import torch
 
 from isthmus.checkpoint.header import CODES, DTYPES, TensorInfo
+from isthmus.json_text import parse_json
 
 SOURCE = "source.json"
 _VERSION = 1
@@ -50,7 +51,7 @@ def load_manifest(folder: str | Path) -> Manifest:
     if not path.is_file():
         raise ValueError(f"{folder} has no {SOURCE}; give the HF checkpoint it was imported from (--hf)")
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(path.read_text(encoding="utf-8"))
         if content["version"] != _VERSION:
             raise ValueError(f"version {content['version']}, this isthmus reads version {_VERSION}")
         tensors = []

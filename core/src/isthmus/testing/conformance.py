@@ -169,6 +169,18 @@ class FamilyTests:
             assert coverage.problems() == []
             assert coverage.loaded == shapes.keys()
 
+    def test_a_config_value_of_any_kind_is_read_or_refused_by_name(self, config: Mapping[str, Any]) -> None:
+        hf = HFConfig(config)
+        self.family.model_config(hf, frozenset())
+        refused = set()
+        for key in hf.read & config.keys():
+            for wrong in ([[]], {"a": []}, "no such", [], {}, -1, 0, 0.5, True, 10**400, None):
+                try:
+                    self.family.model_config(HFConfig({**config, key: wrong}), frozenset())
+                except (ValueError, LookupError) as error:
+                    refused |= {key} if wrong == [[]] and key in str(error) else set()
+        assert hf.read & config.keys() == refused, "fields that are read and may be anything"
+
     @pytest.mark.parametrize("size", [1, 2, 4, 8])
     def test_every_row_of_the_published_checkpoint_goes_to_one_place(
         self, config: Mapping[str, Any], size: int

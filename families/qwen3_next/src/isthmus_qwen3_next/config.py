@@ -76,9 +76,12 @@ def delta_net_fields(hf: HFConfig) -> dict[str, Any]:
 def _sparse_layers(hf: HFConfig) -> list[int]:
     """1 for every layer with experts, 0 for every dense one, by Hugging Face's rule."""
     dense, step, experts = set(hf["mlp_only_layers"]), hf["decoder_sparse_step"], hf["num_experts"]
-    if step < 1:
-        raise ValueError(f"config.json: decoder_sparse_step={step}, expected at least 1")
     layers = range(hf["num_hidden_layers"])
+    if beyond := sorted(dense.difference(layers)):
+        raise ValueError(
+            f"config.json: mlp_only_layers has {beyond}, num_hidden_layers={len(layers)} makes the last one"
+            f" {layers[-1]}"
+        )
     return [int(i not in dense and experts > 0 and (i + 1) % step == 0) for i in layers]
 
 
