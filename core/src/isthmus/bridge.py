@@ -9,11 +9,9 @@ bridge.save_hf_pretrained(model, "out")
 
 import copy
 import dataclasses
-import functools
 import importlib
 import json
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,14 +19,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from isthmus import registry
+from isthmus import arithmetic, registry
+from isthmus.built import Model, built_fields, chunks_of, fields_of, model_config_of, remember
 from isthmus.checkpoint.collector import collector_paused
-from isthmus.checkpoint.dtypes import main_dtype, name_of, rounds
+from isthmus.checkpoint.dtypes import as_dtype, main_dtype, name_of
+from isthmus.checkpoint.source import read_config, resolve
 from isthmus.config import HFConfig
 from isthmus.decoder import dtype_fields
 from isthmus.family import Family
 from isthmus.layout import Layout
-from isthmus.weights import WeightMap, collapse
+from isthmus.weights import WeightMap
 
 
 class AutoBridge:
@@ -57,8 +57,12 @@ class AutoBridge:
     @classmethod
     def from_hf_config(cls, config: Any) -> "AutoBridge":
         """Bind to a config alone: a dict as in config.json, or a transformers config object."""
-        raw = dict(config) if isinstance(config, Mapping) else config.to_dict()
-        hf_config = HFConfig(raw)
+        if not isinstance(config, Mapping) and not hasattr(config, "to_dict"):
+            raise ValueError(
+                f"expected a config.json's dict or a transformers config, got {config!r};"
+                " a checkpoint folder or hub id is for from_hf_pretrained"
+            )
+        hf_config = HFConfig(config if isinstance(config, Mapping) else config.to_dict())
         return cls(registry.family(hf_config.model_type), hf_config)
 
     @classmethod
@@ -195,8 +199,9 @@ class AutoBridge:
         config = copy.copy(model_config if model_config is not None else self.get_model_config())
         check_modules(config.transformer)
         if pg_collection is None:
-            _check_groups(config.transformer)
-        hooks = [_remember(config), self._keep_precision(config), mask_padding(config)]
+            transformer = config.transformer
+            Layout.of(vars(transformer)).check_groups(experts=bool(transformer.num_moe_experts))
+        hooks = [remember(config), self._pin(config), mask_padding(config)]
         config.pre_wrap_hooks = [*config.pre_wrap_hooks, *hooks]
         try:
             config.finalize()
@@ -211,58 +216,45 @@ class AutoBridge:
             mixed_precision_wrapper=mixed_precision_wrapper or exact_float16_module,
         )
 
-    def _keep_precision(self, model_config: Any) -> Callable[[list[nn.Module]], list[nn.Module]]:
-        """A pre-wrap hook that marks parameters whose source has values that `params_dtype` would round.
+    def _pin(self, model_config: Any) -> Callable[[list[nn.Module]], list[nn.Module]]:
+        """A pre-wrap hook that marks the parameters that keep a wider dtype than `params_dtype`."""
+        from isthmus.checkpoint.pins import mark_wide_sources
 
-        Not where the source has the checkpoint's main dtype: rounding that is the user's choice. ValueError
-        names parameters that even float32 would round.
-        """
-
-        def mark(chunks: list[nn.Module]) -> list[nn.Module]:
-            from isthmus.names import live_tensors
-            from isthmus.precision import mark_param_dtype
-
-            if self.folder is None:
-                return chunks
-            tensors = self.reader.tensors
-            weights = self.weight_map(model_config)
-            usual = main_dtype(tensors.values())
-            wide: dict[str, list[str]] = {}
-            for live in live_tensors(chunks):
-                bound = weights.megatron.get(live.canonical)
-                if bound is None or not isinstance(live.tensor, nn.Parameter):
-                    continue
-                sources = {tensors[hf.name].dtype for hf in bound.hf if hf.name in tensors} - {usual}
-                dtype = functools.reduce(torch.promote_types, sources, live.tensor.dtype)
-                if rounds(dtype, torch.float32):
-                    wide.setdefault(name_of(dtype), []).append(live.canonical)
-                elif dtype != live.tensor.dtype:
-                    mark_param_dtype(live.tensor, dtype)
-            if wide:
-                raise ValueError(
-                    "parameters are float32 at most, and the checkpoint has wider numbers for some. Store"
-                    " these in float32:\n  "
-                    + "\n  ".join(f"{dtype}: {', '.join(collapse(names))}" for dtype, names in wide.items())
-                )
+        def hook(chunks: list[nn.Module]) -> list[nn.Module]:
+            if self.folder is not None:
+                mark_wide_sources(chunks, self.weight_map(model_config), self.reader.tensors)
             return chunks
 
-        return mark
+        return hook
+
+    def _checked(self, model: Model) -> list[nn.Module]:
+        """The model's chunks. ValueError lists the fields by which it computes another function."""
+        chunks = chunks_of(model)
+        arithmetic.check(self._arithmetic, built_fields(chunks), "the model")
+        return chunks
+
+    @cached_property
+    def _arithmetic(self) -> dict[str, Any]:
+        """`megatron_fields` as a model config holds them: with what Megatron makes of a None."""
+        fields = fields_of(self.get_model_config(params_dtype=torch.float32))
+        return {name: fields[name] for name in self.megatron_fields}
 
     @collector_paused()
-    def load_hf_weights(
-        self, model: Sequence[nn.Module], *, advance: Callable[[int], None] = lambda n: None
-    ) -> Any:
+    def load_hf_weights(self, model: Model, *, advance: Callable[[int], None] = lambda n: None) -> Any:
         """Fill the model chunks from the checkpoint; returns a `LoadReport`. No collective.
 
-        Load before the optimizer is made, or tell it (`optimizer.reload_model_params()`).
+        Load before the optimizer is made, or tell it (`optimizer.reload_model_params()`). ValueError, before
+        a parameter is touched, lists what keeps the model from being this checkpoint's: fields of its config
+        that change the arithmetic, missing and unknown tensors, shapes, roundings.
         """
         from isthmus.checkpoint.load import load
 
-        return load(model, self.weight_map(model_config_of(model)), self.reader, advance)
+        chunks = self._checked(model)
+        return load(chunks, self.weight_map(model_config_of(chunks)), self.reader, advance)
 
     def export_hf_weights(
         self,
-        model: Sequence[nn.Module],
+        model: Model,
         *,
         dtype: torch.dtype | str = "source",
         cpu: bool = True,
@@ -278,13 +270,13 @@ class AutoBridge:
 
         if ranks not in ("all", "owner"):
             raise ValueError(f"ranks must be 'all' or 'owner', got {ranks!r}")
-        for name, tensor in stream(self._plan(model, dtype), everywhere=ranks == "all"):
+        for name, tensor in stream(self._plan(self._checked(model), dtype), everywhere=ranks == "all"):
             yield name, tensor.cpu() if cpu else tensor
 
     @collector_paused()
     def save_hf_pretrained(
         self,
-        model: Sequence[nn.Module],
+        model: Model,
         out_dir: str | Path,
         *,
         dtype: torch.dtype | str = "source",
@@ -299,10 +291,11 @@ class AutoBridge:
         """
         from isthmus.checkpoint.save import config_changes, save
 
-        coverage = self.weight_map(model_config_of(model)).cover(self.keys)
+        chunks = self._checked(model)
+        coverage = self.weight_map(model_config_of(chunks)).cover(self.keys)
         save(
             self,
-            self._plan(model, dtype),
+            self._plan(chunks, dtype),
             Path(out_dir),
             coverage=coverage,
             config_changes=config_changes(as_dtype(dtype), coverage, passthrough),
@@ -316,7 +309,7 @@ class AutoBridge:
     def import_ckpt(
         self,
         megatron_dir: str | Path,
-        model: Sequence[nn.Module] | None = None,
+        model: Model | None = None,
         *,
         overwrite: bool = False,
         advance: Callable[[int], None] = lambda n: None,
@@ -332,7 +325,7 @@ class AutoBridge:
 
         self.reader  # noqa: B018 - no weights is an error before a model is built
         from_first(lambda: check_target(megatron_dir, overwrite, sources=self._folders()))
-        chunks = self._built(model, {})
+        chunks = self._checked(self._build_like_groups() if model is None else model)
 
         def fill() -> Any:
             return self.load_hf_weights(chunks, advance=advance)
@@ -344,7 +337,7 @@ class AutoBridge:
         megatron_dir: str | Path,
         out_dir: str | Path,
         *,
-        model: Sequence[nn.Module] | None = None,
+        model: Model | None = None,
         **save_options: Any,
     ) -> None:
         """Write an HF folder from a Megatron folder's newest checkpoint, saved at any layout. Collective.
@@ -354,11 +347,15 @@ class AutoBridge:
         """
         from isthmus.checkpoint.folder import check_target
         from isthmus.checkpoint.gather import from_first
-        from isthmus.checkpoint.torch_dist import check_export, found_fields, read
+        from isthmus.checkpoint.torch_dist import check_export, found_fields, read, saved_fields
 
         sources = [*self._folders(), Path(megatron_dir)]
         from_first(lambda: check_target(out_dir, save_options.get("overwrite", False), sources=sources))
-        chunks = self._built(model, found_fields(megatron_dir) if model is None else {})
+        if model is None:
+            model = self._build_like_groups(**found_fields(megatron_dir))
+        chunks = self._checked(model)
+        saved = saved_fields(megatron_dir, self._arithmetic)
+        arithmetic.check(self._arithmetic, saved, f"the run saved in {megatron_dir}")
         coverage = self.weight_map(model_config_of(chunks)).cover(self.keys)
         check_export(self, coverage, save_options)
         read(chunks, Path(megatron_dir))
@@ -368,15 +365,12 @@ class AutoBridge:
         """The source's folder, which no output may take away."""
         return [] if self.folder is None else [self.folder]
 
-    def _built(self, model: Sequence[nn.Module] | None, fields: Mapping[str, Any]) -> list[nn.Module]:
-        """The chunks given, or new ones for Megatron's process groups as they are initialised."""
-        if model is not None:
-            return list(model)
-        layout = Layout.current()
-        return self.build_model(self.get_model_config(**layout.config_overrides(), **fields))
+    def _build_like_groups(self, **fields: Any) -> list[nn.Module]:
+        """New chunks for Megatron's process groups as they are initialised, of these config fields."""
+        return self.build_model(self.get_model_config(**Layout.current().config_overrides(), **fields))
 
     @collector_paused()
-    def _plan(self, model: Sequence[nn.Module], dtype: torch.dtype | str) -> Any:
+    def _plan(self, chunks: list[nn.Module], dtype: torch.dtype | str) -> Any:
         from isthmus.checkpoint.export import plan
         from isthmus.names import live_tensors, unwrapped
 
@@ -390,79 +384,9 @@ class AutoBridge:
 
         order = {name: position for position, name in enumerate(source)}
         return plan(
-            list(live_tensors(model)),
-            unwrapped(model[0]),
-            self.weight_map(model_config_of(model)),
+            list(live_tensors(chunks)),
+            unwrapped(chunks[0]),
+            self.weight_map(model_config_of(chunks)),
             dtype_of=dtype_of,
             order=order or None,
         )
-
-
-def resolve(path_or_id: str | Path, revision: str | None = None) -> Path:
-    """The folder of a checkpoint; a hub id is downloaded, or found in the offline cache."""
-    folder = Path(path_or_id)
-    if folder.is_dir():
-        return folder
-    if folder.exists() or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(path_or_id)):
-        raise FileNotFoundError(f"{path_or_id} is neither a checkpoint folder nor a hub id")
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(str(path_or_id), revision=revision))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
-        raise FileNotFoundError(
-            f"{path_or_id} is not a folder here, and the hub gives no checkpoint of that name: {error}"
-        ) from error
-
-
-def read_config(folder: Path) -> str:
-    """The text of the folder's config.json. FileNotFoundError where there is none."""
-    path = folder / "config.json"
-    if not path.is_file():
-        raise FileNotFoundError(f"{folder} has no config.json; it is not a Hugging Face checkpoint")
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text: {error}") from error
-
-
-def as_dtype(name: torch.dtype | str) -> torch.dtype | None:
-    """A dtype by name; None for "source"."""
-    if name == "source":
-        return None
-    dtype = name if isinstance(name, torch.dtype) else getattr(torch, str(name), None)
-    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise ValueError(f"dtype must be source, float32, bfloat16 or float16, got {name!r}")
-    return dtype
-
-
-def model_config_of(model: Sequence[nn.Module]) -> Any:
-    """The model config of the chunks; their TransformerConfig where they were not built by a bridge."""
-    from isthmus.names import unwrapped
-
-    inner = unwrapped(model[0])
-    return getattr(inner, "isthmus_model_config", inner.config)
-
-
-def _check_groups(transformer: Any) -> None:
-    """ValueError where the config's sizes are not those of Megatron's process groups."""
-    asked, made = Layout.of(vars(transformer)), Layout.current()
-    names = ("tp", "pp", "cp", "ep", "etp") if transformer.num_moe_experts else ("tp", "pp", "cp")
-    if wrong := [name for name in names if getattr(asked, name) != getattr(made, name)]:
-        sizes = ", ".join(f"{name}={getattr(asked, name)} and {name}={getattr(made, name)}" for name in wrong)
-        raise ValueError(
-            f"the model config and Megatron's process groups differ: {sizes}. Make both of one Layout:"
-            " layout.initialize() and get_model_config(**layout.config_overrides())"
-        )
-
-
-def _remember(model_config: Any) -> Callable[[list[nn.Module]], list[nn.Module]]:
-    """A pre-wrap hook that leaves the model config with the chunks: the weight map depends on it."""
-
-    def remember(chunks: list[nn.Module]) -> list[nn.Module]:
-        for chunk in chunks:
-            chunk.isthmus_model_config = model_config
-        return chunks
-
-    return remember

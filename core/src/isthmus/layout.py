@@ -99,6 +99,19 @@ class Layout:
         if lines := self.misfits(family, fields):
             raise ValueError("this layout does not fit the model:" + "".join(f"\n  {line}" for line in lines))
 
+    def check_groups(self, *, experts: bool) -> None:
+        """ValueError where Megatron's process groups are of other sizes; ep and etp count if `experts`."""
+        made = Layout.current()
+        names = ("tp", "pp", "cp", "ep", "etp") if experts else ("tp", "pp", "cp")
+        if wrong := [name for name in names if getattr(self, name) != getattr(made, name)]:
+            sizes = ", ".join(
+                f"{name}={getattr(self, name)} and {name}={getattr(made, name)}" for name in wrong
+            )
+            raise ValueError(
+                f"the model config and Megatron's process groups differ: {sizes}. Make both of one Layout:"
+                " layout.initialize() and get_model_config(**layout.config_overrides())"
+            )
+
     @property
     def world_size(self) -> int:
         """Number of ranks: tp x pp x cp x dp. Experts (ep x etp) live on the same ranks."""

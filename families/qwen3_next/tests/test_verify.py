@@ -476,7 +476,7 @@ def test_a_failed_check_is_exit_code_1_and_says_which(
     assert cli.main(words) == 1
     printed = capsys.readouterr().out
     assert "FAILED" in printed
-    assert "hidden states, from layer 0 on, differ by" in printed
+    assert "layernorm_zero_centered_gamma: True by the checkpoint's config.json, False of" in printed
 
 
 @ranks.cpu_only

@@ -13,6 +13,16 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def as_dtype(name: torch.dtype | str) -> torch.dtype | None:
+    """A dtype by name; None for "source"."""
+    if name == "source":
+        return None
+    dtype = name if isinstance(name, torch.dtype) else getattr(torch, str(name), None)
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(f"dtype must be source, float32, bfloat16 or float16, got {name!r}")
+    return dtype
+
+
 def rounds(source: torch.dtype, target: torch.dtype) -> bool:
     """Whether some value of `source` has no exact counterpart in `target`, both floats or both integers."""
     return torch.promote_types(source, target) != target

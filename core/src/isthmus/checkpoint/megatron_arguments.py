@@ -1,7 +1,7 @@
 """A model as arguments of Megatron's own training script, so that an import starts a run as it is."""
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -45,6 +45,23 @@ def arguments(fields: Mapping[str, Any], spec: Any = None) -> list[str]:
             found += _argument(action, value)
     if unknown:
         raise ValueError(f"Megatron's training script has no argument for {', '.join(unknown)}")
+    return found
+
+
+def fields(args: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """The config fields among `names` that a run's arguments tell: inverse of :func:`arguments`.
+
+    An argument that was not saved has its default.
+    """
+    defaults = {name: action.default for name, action in _actions().items()}
+    told = {**defaults, **args}
+    found = {name: told[RENAMED.get(name, name)] for name in names if RENAMED.get(name, name) in told}
+    found = {name: value for name, value in found.items() if name not in IMPLIED}
+    found["share_embeddings_and_output_weights"] = not told["untie_embeddings_and_output_weights"]
+    if not told["group_query_attention"]:
+        found["num_query_groups"] = told["num_attention_heads"]
+    if told["swiglu"]:
+        found |= {"gated_linear_unit": True, "activation_func": functional.silu}
     return found
 
 

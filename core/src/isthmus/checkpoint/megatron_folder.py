@@ -20,6 +20,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+from isthmus.built import fields_of
 from isthmus.checkpoint.folder import Staging, carry_side_files
 from isthmus.checkpoint.manifest import save_manifest
 
@@ -72,7 +73,7 @@ def describe(bridge: Any, config: Any, staging: Staging) -> list[str]:
     from isthmus.checkpoint.megatron_arguments import arguments
 
     folder = staging.path
-    built = {**vars(config.transformer), **vars(config)}
+    built = fields_of(config)
     fields = {name: built[name] for name in {**bridge.megatron_fields, "params_dtype": None}}
     spec = getattr(config, "spec_argument", config.transformer_layer_spec)
     words = arguments(fields, spec if hasattr(spec, "__name__") else None)

@@ -5,7 +5,7 @@ Everything here is collective. What surrounds the tensors is :mod:`isthmus.check
 
 import copy
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -106,6 +106,19 @@ def found_fields(folder: str | Path) -> dict[str, Any]:
     if not any(name.startswith("mtp.") for name in saved):
         fields["mtp_num_layers"] = None
     return fields
+
+
+def saved_fields(folder: str | Path, names: Iterable[str]) -> dict[str, Any]:
+    """The config fields among `names` of the run that saved the newest checkpoint, by its arguments.
+
+    Empty where it saved none: only a training script other than Megatron's leaves them out.
+    """
+    from megatron.core import dist_checkpointing
+
+    from isthmus.checkpoint.megatron_arguments import fields
+
+    args = dist_checkpointing.load_common_state_dict(str(latest(folder))).get("args")
+    return {} if not hasattr(args, "num_layers") else fields(vars(args), names)
 
 
 def _whole_config(bridge: Any, chunks: Sequence[nn.Module]) -> Any:
