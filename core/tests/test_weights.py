@@ -1,7 +1,9 @@
 """Weight rules against slow, obvious references: tensors fused by loops, rows counted one by one."""
 
 import random
+from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -373,7 +375,8 @@ def whole_rows(rule: Rule, name: str, length: int, tp: tuple[int, int], cp: tupl
 
 @pytest.mark.parametrize(("tp", "cp"), [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4), (4, 2), (2, 4)])
 def test_ranks_run_their_heads_in_order_of_tensor_then_context_parallel_rank(tp: int, cp: int) -> None:
-    rules = {rule.megatron: rule for rule in hosted("m", "h", split=DIVIDED, tp=tp)}
+    model = SimpleNamespace(tensor_model_parallel_size=tp)
+    rules = {rule.megatron: rule for rule in hosted("m", "h", split=DIVIDED, model=model)}
     for rank in range(tp * cp):
         place = (rank // cp, tp), (rank % cp, cp)
         heads = range(rank * 8 // (tp * cp), (rank + 1) * 8 // (tp * cp))
@@ -397,3 +400,16 @@ def test_heads_without_a_division_have_a_reason() -> None:
         "cannot divide 8 num_attention_heads over tp x cp = 3 x 1 ranks",
         "cannot divide 2 num_query_groups over tp x cp = 3 x 1 ranks",
     ]
+
+
+def test_heads_that_go_together_stay_together() -> None:
+    paired = replace(DIVIDED, together=2)
+    assert DIVIDED.problems(8, 1) == paired.problems(4, 1) == []
+    assert paired.problems(8, 1) == [
+        "cannot divide 8 num_attention_heads, 2 together, over tp x cp = 8 x 1 ranks"
+    ]
+
+
+def test_a_replicated_module_is_whole_on_every_rank() -> None:
+    model = SimpleNamespace(tensor_model_parallel_size=2, hosted_mode="replicated")
+    assert {rule.dim for rule in hosted("m", "h", split=DIVIDED, model=model)} == {None}

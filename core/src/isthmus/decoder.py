@@ -6,7 +6,6 @@ compute with raises; where config.json is silent, transformers' own class suppli
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from isthmus.config import HFConfig
@@ -105,19 +104,12 @@ def layer_types(hf: HFConfig) -> list[str]:
 
 def activation(hf: HFConfig, key: str = "hidden_act") -> "Callable[[Tensor], Tensor]":
     """The function that `key` names. ValueError: a name that none is known for."""
-    from torch.nn import functional
+    from isthmus.activations import FUNCTIONS
 
-    functions = {
-        "silu": functional.silu,
-        "swish": functional.silu,
-        "gelu": functional.gelu,
-        "gelu_pytorch_tanh": partial(functional.gelu, approximate="tanh"),
-        "relu": functional.relu,
-    }
     name = hf[key]
-    if name not in functions:
-        raise ValueError(f"config.json: {key}={name!r} is not supported (supported: {', '.join(functions)})")
-    return functions[name]
+    if name not in FUNCTIONS:
+        raise ValueError(f"config.json: {key}={name!r} is not supported (supported: {', '.join(FUNCTIONS)})")
+    return FUNCTIONS[name]
 
 
 def torch_dtype(hf: HFConfig) -> "torch.dtype | None":

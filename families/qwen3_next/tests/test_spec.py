@@ -206,7 +206,7 @@ def refused(delta_net: str, fields: dict) -> None:
     [
         ("hf", {}, "delta_net must be one of .*got 'hf'"),
         ("hosted", {"linear_attention_freq": None}, "linear_attention_freq must list each layer's kind"),
-        ("hosted", {"transformer_impl": "inference_optimized"}, "has no delta net"),
+        ("hosted", {"transformer_impl": "inference_optimized"}, "has no layers whose attention"),
         ("megatron", {"tensor_model_parallel_size": 2}, "does not reduce the gradient of its output norm"),
     ],
 )

@@ -95,7 +95,7 @@ class HostedModule(MegatronModule):
     def heads(self, config: TransformerConfig) -> Heads | None:
         """How the whole module that `config` describes divides by heads; None: not at all.
 
-        Give the weight rules the same description: ``hosted(..., split=heads, tp=...)``.
+        Give the weight rules the same description: ``hosted(..., split=heads, model=model)``.
         """
         return None
 

@@ -20,6 +20,7 @@ from isthmus.weights.parts import per as per
 from isthmus.weights.rule import Rule as Rule
 from isthmus.weights.rule import Run as Run
 from isthmus.weights.rule import column as column
+from isthmus.weights.rule import embeddings as embeddings
 from isthmus.weights.rule import fuse as fuse
 from isthmus.weights.rule import hosted as hosted
 from isthmus.weights.rule import row as row

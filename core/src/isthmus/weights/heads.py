@@ -49,20 +49,23 @@ class Heads:
     """A module's division: its counts of heads by Megatron's config fields, and its parameters by HF's names.
 
     A module built from a config with fewer heads must be a part of the whole one: the same function of its
-    own heads' parameters, the outputs of all parts summing to the whole output.
+    own heads' parameters, the outputs of all parts summing to the whole output. `together` heads of each kind
+    are needed to be such a part.
     """
 
     counts: Mapping[str, int]
     parameters: Mapping[str, Division]
+    together: int = 1
 
     def problems(self, tp: int, cp: int) -> list[str]:
         """Why the heads cannot be divided over tp x cp ranks; empty where they can."""
         size = tp * cp
         shared = {division.over for division in self.parameters.values()}
+        unit = f", {self.together} together," if self.together > 1 else ""
         return [
-            f"cannot divide {count} {field} over tp x cp = {tp} x {cp} ranks"
+            f"cannot divide {count} {field}{unit} over tp x cp = {tp} x {cp} ranks"
             for field, count in self.counts.items()
-            if count % size and not (field in shared and size % count == 0)
+            if count % (size * self.together) and not (field in shared and size % count == 0)
         ]
 
     def run(self, tp: int, cp: int) -> dict[str, int]:

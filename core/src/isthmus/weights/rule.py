@@ -2,16 +2,16 @@
 
 A rule names one Megatron tensor (or, with `{i}` and `{e}`, one for each layer and expert), the HF tensors
 that hold the same numbers, and the order of their parts. Loading, exporting, planning and coverage all read
-this one table. The vocabulary: `same`, `column`, `row`, `fuse`, `swiglu`, `hosted`, put into place by
-`scope`.
+this one table. The vocabulary: `same`, `column`, `row`, `fuse`, `swiglu`, `embeddings`, `hosted`, put
+into place by `scope`.
 
 Names are templates: `{i}` a layer, `{e}` an expert; an HF name that ends in `[{e}]` is row `e` of a stacked
 tensor.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from isthmus.weights.heads import Heads
 from isthmus.weights.parts import Interval, Parts, concatenated
@@ -198,16 +198,20 @@ def stacked_swiglu(megatron: str, hf: str, rows: int) -> list[Rule]:
 
 
 def hosted(
-    megatron: str, hf: str, names: Iterable[str] = (), *, split: Heads | None = None, tp: int = 1
+    megatron: str, hf: str, names: Iterable[str] = (), *, split: Heads | None = None, model: object = None
 ) -> list[Rule]:
     """An HF module run as it is: its parameters `names` whole on every rank, or those of `split` divided.
 
     Args:
-        tp: tensor-parallel ranks; more than there are heads of a kind, and each holds all of that kind.
+        model: the Megatron model config, of which `hosted_mode` may say that `split` is not used, and
+            `tensor_model_parallel_size` how many ranks there are: more than heads of a kind, and each holds
+            all of that kind. None: 1 rank.
     """
     if split is None:
         return [same(f"{megatron}.{name}", f"{hf}.{name}") for name in names]
-    rules = []
+    if getattr(model, "hosted_mode", "heads") == "replicated":
+        return hosted(megatron, hf, split.parameters)
+    rules, tp = [], getattr(model, "tensor_model_parallel_size", 1)
     for name, division in split.parameters.items():
         dim = split.dim(name, tp)
         rows = None if dim is None else division.rows
@@ -216,6 +220,24 @@ def hosted(
             Rule(f"{megatron}.{name}", (f"{hf}.{name}",), dim, hf_parts=(parts,), parts=parts, rows=rows)
         )
     return rules
+
+
+def embeddings(hf: Mapping[str, Any], keys: Collection[str], prefix: str = "model.") -> list[Rule]:
+    """`{prefix}embed_tokens` and `lm_head`, tied or not, for a config.json and the tensor names of its files.
+
+    The files of a tied head may repeat it.
+    """
+    rows, embedding = hf["vocab_size"], f"{prefix}embed_tokens.weight"
+    if not hf["tie_word_embeddings"]:
+        return [
+            vocabulary("embedding.word_embeddings.weight", embedding, rows),
+            vocabulary("output_layer.weight", "lm_head.weight", rows),
+        ]
+    repeated = ("lm_head.weight",) if "lm_head.weight" in keys else ()
+    return [
+        vocabulary("embedding.word_embeddings.weight", embedding, rows, also=repeated),
+        vocabulary("output_layer.weight", embedding, rows, exported=False),  # the last stage's own copy
+    ]
 
 
 def scope(megatron: str, hf: str, rules: Iterable[Rule], **indices: Sequence[int]) -> list[Rule]:

@@ -4,11 +4,11 @@ import copy
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
+from isthmus.activations import activation_name
 from isthmus.hosting.module import HostedModule
 from isthmus.precision import mark_param_dtype
 from isthmus.weights import Heads
@@ -22,7 +22,6 @@ SIZES = (  # fields of the same name and meaning in HF's config and Megatron's
     "linear_num_key_heads",
     "linear_num_value_heads",
 )
-ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "relu": F.relu}
 
 
 class HostedDeltaNet(HostedModule):
@@ -44,7 +43,7 @@ class HostedDeltaNet(HostedModule):
         """HF's module for one linear-attention layer of `config`."""
         hf = self.classes.config(
             hidden_size=config.hidden_size,
-            hidden_act=activation_name(config),
+            hidden_act=activation_name(config.activation_func),
             rms_norm_eps=config.layernorm_epsilon,
             initializer_range=config.init_method_std,
             num_hidden_layers=1,
@@ -72,14 +71,3 @@ class OnesCentredNorm:
         config = copy.copy(config)
         config.layernorm_zero_centered_gamma = False
         return norm(config=config, hidden_size=hidden_size, eps=eps)
-
-
-def activation_name(config: TransformerConfig) -> str:
-    """HF's name of `config.activation_func`; ValueError where HF has none for it."""
-    for name, function in ACTIVATIONS.items():
-        if config.activation_func is function:
-            return name
-    raise ValueError(
-        f"activation_func {config.activation_func} has no name that transformers knows; expected one of "
-        f"{sorted(ACTIVATIONS)}"
-    )

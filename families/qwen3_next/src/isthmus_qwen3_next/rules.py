@@ -8,10 +8,10 @@ from typing import Any
 
 from isthmus.config import HFConfig
 from isthmus.weights import (
-    Heads,
     Ignored,
     Rule,
     column,
+    embeddings,
     fuse,
     hosted,
     ignore,
@@ -22,7 +22,6 @@ from isthmus.weights import (
     scope,
     stacked_swiglu,
     swiglu,
-    vocabulary,
 )
 from isthmus_qwen3_next import heads
 from isthmus_qwen3_next.config import MTP_COUNTS
@@ -48,14 +47,16 @@ def decoder(
     dense = [i for i in layers if not model.moe_layer_freq[i]]
     delta_net, attention = _native_delta_net(model, in_projections), _attention(hf)
     if getattr(model, "delta_net", "hosted") == "hosted":
-        delta_net = _hosted("linear_attn", heads.delta_net(model, in_projections), model)
+        split = heads.delta_net(model, in_projections)
+        delta_net = hosted("self_attention.linear_attn", "linear_attn", split=split, model=model)
     if getattr(model, "attention", "megatron") == "hosted":
-        attention = _hosted("self_attn", heads.attention(model), model)
+        split = heads.attention(model)
+        attention = hosted("self_attention.self_attn", "self_attn", split=split, model=model)
     megatron, layer = "decoder.layers.{i}", f"{prefix}layers.{{i}}"
     experts = _moe(hf, f"{prefix}layers.", keys) if sparse else []
     mlp = swiglu("mlp", "mlp", hf["intermediate_size"]) if dense else []
     return [
-        *_embeddings(hf, keys, prefix),
+        *embeddings(hf, keys, prefix),
         same("decoder.final_layernorm.weight", f"{prefix}norm.weight"),
         *scope(megatron, layer, _norms(), i=layers),
         *scope(megatron, layer, attention, i=full),
@@ -64,20 +65,6 @@ def decoder(
         *scope(megatron, layer, mlp, i=dense),
         ignore(f"{layer}.self_attn.rotary_emb.inv_freq", because="recomputed from the config"),
         *(_mtp(hf, keys, bool(model.moe_layer_freq[-1])) if model.mtp_num_layers else [_WITHOUT_MTP]),
-    ]
-
-
-def _embeddings(hf: HFConfig, keys: frozenset[str], prefix: str) -> list[Rule]:
-    rows, embedding = hf["vocab_size"], f"{prefix}embed_tokens.weight"
-    if not hf["tie_word_embeddings"]:
-        return [
-            vocabulary("embedding.word_embeddings.weight", embedding, rows),
-            vocabulary("output_layer.weight", "lm_head.weight", rows),
-        ]
-    repeated = ("lm_head.weight",) if "lm_head.weight" in keys else ()
-    return [
-        vocabulary("embedding.word_embeddings.weight", embedding, rows, also=repeated),
-        vocabulary("output_layer.weight", embedding, rows, exported=False),  # the last stage's own copy
     ]
 
 
@@ -102,14 +89,6 @@ def _attention(hf: HFConfig) -> list[Rule]:
         same("self_attention.k_layernorm.weight", "self_attn.k_norm.weight"),
         row("self_attention.linear_proj.weight", "self_attn.o_proj.weight"),
     ]
-
-
-def _hosted(name: str, division: Heads, model: Any) -> list[Rule]:
-    """HF's module `name`, its heads divided over tensor-parallel ranks or whole on each."""
-    megatron = f"self_attention.{name}"
-    if getattr(model, "hosted_mode", "heads") == "replicated":
-        return hosted(megatron, name, division.parameters)
-    return hosted(megatron, name, split=division, tp=getattr(model, "tensor_model_parallel_size", 1))
 
 
 def _native_delta_net(model: Any, in_projections: InProjections) -> list[Rule]:
