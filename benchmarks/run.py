@@ -17,7 +17,7 @@ import checkpoint
 import import_export
 import measure
 
-from isthmus.cpu.launch import run
+from isthmus.launch import run
 from isthmus.layout import Layout
 
 LAYOUTS = {

@@ -1,4 +1,4 @@
-"""Functions that the tests of isthmus.cpu.launch run in workers."""
+"""Functions that the tests of isthmus.launch run in workers."""
 
 import os
 import sys

@@ -16,11 +16,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from isthmus import cli
+from isthmus import cli, launch
 from isthmus.checkpoint.compare import compare
 from isthmus.checkpoint.reader import CheckpointReader
 from isthmus.cli import workers
-from isthmus.cpu import launch
 from isthmus.layout import Layout
 from isthmus.registry import families, family
 from isthmus.testing.tiny import write_tiny

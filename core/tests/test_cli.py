@@ -16,7 +16,7 @@ from isthmus import cli, registry
 from isthmus.cli import config_options, layout_options, workers
 from isthmus.cli.output import console, write_json
 from isthmus.cli.progress import progress
-from isthmus.cpu.launch import WorkerError
+from isthmus.launch import WorkerError
 from isthmus.layout import Layout
 
 Run = Callable[[argparse.Namespace], int]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from isthmus.cpu.launch import run
+from isthmus.launch import run
 from isthmus.testing.hosted import KINDS, batch, copies_apart, errors, fill
 
 HIDDEN, HEADS, GROUPS, DIM = 12, 8, 2, 3

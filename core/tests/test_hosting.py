@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from isthmus.cpu.launch import run
 from isthmus.hosting.torch_functions import import_modeling, use_torch_functions
+from isthmus.launch import run
 
 TOKENS, BATCH, HIDDEN = 16, 2, 8
 EXACT = 1e-6  # relative RMS; float32, the same operations in the same order but for the gather

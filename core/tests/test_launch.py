@@ -13,8 +13,8 @@ sys.path.insert(0, str(HERE))  # for the workers too: they inherit sys.path
 
 import launch_cases  # noqa: E402
 
-from isthmus.cpu import launch  # noqa: E402
-from isthmus.cpu.launch import WorkerError  # noqa: E402
+from isthmus import launch  # noqa: E402
+from isthmus.launch import WorkerError  # noqa: E402
 
 
 def test_results_come_by_rank_from_a_process_group():
@@ -120,7 +120,7 @@ def test_a_script_without_a_main_guard_keeps_its_stdout_and_its_modules_to_itsel
         tmp_path,
         """
 import sys
-from isthmus.cpu import launch
+from isthmus import launch
 
 launch.run(1, "launch_cases:chatters")
 launch.run(1, "launch_cases:chatters", quiet=False)
@@ -139,7 +139,7 @@ def test_a_script_can_run_functions_of_its_own(tmp_path):
         tmp_path,
         """
 import os
-from isthmus.cpu import launch
+from isthmus import launch
 
 def square():
     return int(os.environ["RANK"]) ** 2

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from isthmus.cpu.launch import run
+from isthmus.launch import run
 from isthmus.precision import enforce_marked_param_dtypes, mark_param_dtype, marked_dtype
 
 # None of these is a bfloat16 or float16 value; NaN and -0.0 must keep their bits as well.

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from isthmus.cpu import launch
+from isthmus import launch
 from isthmus.testing import ranks
 
 ROOT = Path(__file__).parents[2]

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from isthmus import launch
 from isthmus.checkpoint.megatron_folder import latest
-from isthmus.cpu import launch
 
 # As a family gives them; each differs from the default of Megatron's training script, or has no argument.
 FIELDS = {

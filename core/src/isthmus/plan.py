@@ -3,7 +3,7 @@
 Megatron's own builder runs on the meta device, for one rank of each pipeline stage; the stage's other ranks
 hold tensors of the same shapes. No weights are read and no memory is taken. torch's "fake" process group lets
 one process be any rank. Megatron keeps groups in globals: call :func:`plan` in a process of its own, with
-`isthmus.cpu` installed (a worker of `isthmus.cpu.launch`).
+`isthmus.cpu` installed (a worker of `isthmus.launch`).
 """
 
 import re

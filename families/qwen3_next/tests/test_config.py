@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from isthmus.config import HFConfig
-from isthmus.cpu.launch import run
+from isthmus.launch import run
 from isthmus.tiny import v5_spelling
 from isthmus_qwen3_next.config import INERT, megatron_config
 from isthmus_qwen3_next.tiny import PUBLISHED, VARIANTS, tiny_config

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from isthmus.cpu import launch
+from isthmus import launch
 
 launch.preload("transformers.modeling_utils")
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from isthmus.cpu import launch
+from isthmus import launch
 from isthmus.testing.hosted import KINDS, batch, errors
 
 launch.preload("transformers.modeling_utils")

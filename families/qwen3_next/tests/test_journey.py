@@ -11,8 +11,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from isthmus import cli
-from isthmus.cpu import launch
+from isthmus import cli, launch
 from isthmus.hosting.torch_functions import import_modeling
 from isthmus.testing import ranks
 from isthmus.testing.tiny import write_tiny

@@ -12,7 +12,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from isthmus.cpu import launch
+from isthmus import launch
 from isthmus.layout import Layout
 from isthmus.testing.tiny import write_tiny
 from isthmus.tiny import Variant

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from isthmus.cpu import launch
+from isthmus import launch
 from isthmus.layout import Layout
 from isthmus.testing import ranks
 from isthmus.testing.tiny import write_tiny

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from isthmus import cli, registry
+from isthmus import cli, launch, registry
 from isthmus.checkpoint.reader import CheckpointReader
-from isthmus.cpu import launch
 from isthmus.layout import Layout
 from isthmus.testing.tiny import write_tiny
 from isthmus_qwen3_next.tiny import PUBLISHED

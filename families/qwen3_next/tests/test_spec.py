@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from isthmus.cpu import launch
+from isthmus import launch
 
 launch.preload("transformers.modeling_utils")
 

@@ -6,11 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from isthmus import registry
+from isthmus import launch, registry
 from isthmus.checkpoint.compare import compare
 from isthmus.checkpoint.folder import WEIGHTS
 from isthmus.checkpoint.reader import CheckpointReader
-from isthmus.cpu import launch
 from isthmus.layout import Layout
 from isthmus.testing import ranks
 from isthmus.testing.tiny import write_tiny

@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except Exception as error:
-        from isthmus.cpu.launch import WorkerError
+        from isthmus.launch import WorkerError
 
         if isinstance(error, WorkerError):  # its message has the tracebacks of the ranks
             print(f"isthmus {args.command}: {error}", file=sys.stderr)

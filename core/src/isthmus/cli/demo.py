@@ -67,7 +67,7 @@ def _story(out: "Console", family: "Family", folder: Path, steps: int) -> dict[s
     """Everything, with a line before each stage; the JSON document."""
     import torch
 
-    from isthmus.cpu import launch
+    from isthmus import launch
     from isthmus.layout import Layout
     from isthmus.testing.demo import Stops, checks, reference_logits
     from isthmus.testing.tiny import write_tiny

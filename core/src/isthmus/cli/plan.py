@@ -91,7 +91,7 @@ def _bridge(source: Path) -> "AutoBridge":
 
 def _plan(layout: "Layout", source: Path, overrides: dict[str, Any]) -> dict[str, Any]:
     """The plan, made in a process of its own."""
-    from isthmus.cpu import launch
+    from isthmus import launch
 
     return launch.run(1, on_rank, layout, source, overrides)[0]
 

@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Verify HF_DIR at the layout; 1 where a check fails."""
     if workers.under_torchrun():
-        from isthmus.cpu.worker import EXACT
+        from isthmus.launch.worker import EXACT
 
         os.environ.update(EXACT)
     import torch
@@ -105,7 +105,7 @@ def _preload(bridge: "AutoBridge") -> None:
     """Import the family's and HF's modeling files once, for all local workers."""
     if workers.under_torchrun():
         return
-    from isthmus.cpu import launch
+    from isthmus import launch
 
     names = [bridge.family.config_class, bridge.family.mtp_reference or ""]
     launch.preload("isthmus.testing.verify", *(name.partition(":")[0] for name in names if name))

@@ -32,7 +32,7 @@ def run(
             "or set CUDA_VISIBLE_DEVICES= (empty) to run on CPU"
         )
     import isthmus.cpu
-    from isthmus.cpu import launch
+    from isthmus import launch
 
     isthmus.cpu.check_machine()
     return launch.run(layout.world_size, on_rank, layout, function, args, timeout=timeout)
@@ -66,8 +66,8 @@ def _run_here(layout: "Layout", function: Callable[..., Any], args: tuple[Any, .
         )
     import torch
 
-    from isthmus.cpu.quiet import silenced
-    from isthmus.cpu.worker import BACKENDS
+    from isthmus.launch.quiet import silenced
+    from isthmus.launch.worker import BACKENDS
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":

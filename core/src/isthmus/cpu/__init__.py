@@ -10,7 +10,7 @@ that weight code meets the layout that it meets on a GPU. `patches.patches()` li
 Modules are built on torch's default device, so `with torch.device("meta"):` builds any model without
 allocating it.
 
-Nothing is patched by importing this package. `isthmus.cpu.launch.run` starts worker processes with it
+Nothing is patched by importing this package. `isthmus.launch.run` starts worker processes with it
 installed.
 """
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from isthmus.cpu import launch
+from isthmus import launch
 
 VARIABLE = "ISTHMUS_DEVICE"
 
@@ -27,7 +27,7 @@ def device() -> str:
 def run(
     world_size: int, function: Callable[..., Any], *args: Any, timeout: float | None = 600, **kwargs: Any
 ) -> list[Any]:
-    """:func:`isthmus.cpu.launch.run` on the device; skips the test where that has too few GPUs."""
+    """:func:`isthmus.launch.run` on the device; skips the test where that has too few GPUs."""
     if reason := lacking(world_size):
         pytest.skip(reason)
     return launch.run(world_size, function, *args, timeout=timeout, device=device(), **kwargs)

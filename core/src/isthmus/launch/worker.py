@@ -1,4 +1,4 @@
-"""The child's side of :mod:`isthmus.cpu.launch`: one rank, from its fork to its answer."""
+"""The child's side of :mod:`isthmus.launch`: one rank, from its fork to its answer."""
 
 import faulthandler
 import importlib
@@ -13,8 +13,8 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
-from isthmus.cpu.quiet import silence
-from isthmus.cpu.transfer import Failure, Task, dumps
+from isthmus.launch.quiet import silence
+from isthmus.launch.transfer import Failure, Task, dumps
 
 FOREVER = timedelta(days=7)  # a gloo timeout has to be finite
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}  # objects and CPU tensors go by gloo on both
@@ -86,7 +86,7 @@ def _run(rank: int, task: Task) -> Any:
         torch.cuda.set_device(rank)
         torch.use_deterministic_algorithms(True, warn_only=True)
     else:
-        from isthmus.cpu.preload import load
+        from isthmus.launch.server import load
 
         load()
     torch.set_num_threads(1)

@@ -24,12 +24,12 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from isthmus.cpu.transfer import Failure, Task
-from isthmus.cpu.worker import main
+from isthmus.launch.transfer import Failure, Task
+from isthmus.launch.worker import main
 
 GRACE = 0.5  # seconds for other ranks to report the same failure, or their stacks
 
-_preload = ["isthmus.cpu.preload"]
+_preload = ["isthmus.launch.server"]
 
 
 class WorkerError(RuntimeError):
