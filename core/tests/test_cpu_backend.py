@@ -14,7 +14,8 @@ sys.path.insert(0, str(HERE))  # for the workers too: they inherit sys.path
 import cpu_ablation  # noqa: E402
 import cpu_cases  # noqa: E402
 
-from isthmus.cpu import kernels, launch, patches  # noqa: E402
+from isthmus import launch  # noqa: E402
+from isthmus.cpu import kernels, patches  # noqa: E402
 from isthmus.cpu.positions import one_sequence, packed, zigzag  # noqa: E402
 
 # fp32 sums in another order: measured 1e-7 (loss), 3e-7 (norm) and 5e-5 (weights after two steps of Adam at

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from isthmus.cpu import launch
+from isthmus import launch
 from isthmus.layout import Layout
 from isthmus.testing import ranks, reference
 from isthmus.testing.batch import Batch
