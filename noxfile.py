@@ -16,6 +16,8 @@ ROOT = Path(__file__).parent
 GROUPS = nox.project.load_toml("pyproject.toml")["dependency-groups"]
 FAMILIES = sorted(project.parent.name for project in ROOT.glob("families/*/pyproject.toml"))
 EVERYTHING = ["core", *(f"families/{name}" for name in FAMILIES)]
+# Packages that are documentation: tested, never released.
+EXAMPLES = sorted(f"examples/{project.parent.name}" for project in ROOT.glob("examples/*/pyproject.toml"))
 # megatron-core needs 3.12. A nox on an older Python looks for a newer one and says where there is none.
 PYTHON = None if sys.version_info >= (3, 12) else "3.12"
 CPU_ONLY = ("-m", "not gpu")
@@ -61,7 +63,7 @@ def demo(session: nox.Session) -> None:
 @nox.session(python=PYTHON)
 def lint(session: nox.Session) -> None:
     """ruff check, ruff format --check, pyright."""
-    install_editable(session, *EVERYTHING, group="lint")
+    install_editable(session, *EVERYTHING, *EXAMPLES, group="lint")
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
     session.run("pyright", *session.posargs)
@@ -69,8 +71,8 @@ def lint(session: nox.Session) -> None:
 
 @nox.session(python=PYTHON)
 def tests(session: nox.Session) -> None:
-    """Every CPU test of core and of all families."""
-    install_editable(session, *EVERYTHING, group="test")
+    """Every CPU test of core, of all families and of the example of one."""
+    install_editable(session, *EVERYTHING, *EXAMPLES, group="test")
     session.run("pytest", *CPU_ONLY, *session.posargs)
 
 

@@ -12,6 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 FAMILIES = sorted(project.parent for project in ROOT.glob("families/*/pyproject.toml"))
 PACKAGES = [ROOT / "core", *FAMILIES]
+EXAMPLE = ROOT / "examples/own_family"
 TEXT = {".py", ".md", ".toml", ".txt", ".yaml", ".yml", ".cfg", ".ini"}
 
 by_name = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
@@ -118,7 +119,14 @@ def test_core_imports_no_family() -> None:
 def test_development_requirements_list_every_package() -> None:
     lines = (ROOT / "requirements-dev.txt").read_text().splitlines()
     editables = [line.removeprefix("-e ./") for line in lines if line.startswith("-e")]
-    assert editables == [str(package.relative_to(ROOT)) for package in PACKAGES]
+    assert editables == [str(package.relative_to(ROOT)) for package in [*PACKAGES, EXAMPLE]]
+
+
+def test_the_example_of_a_family_stays_small_and_apart() -> None:
+    others = tuple(source(family).name for family in FAMILIES)
+    files = sorted(EXAMPLE.rglob("*.py"))
+    assert offenders(files, others) == []
+    assert sum(len(file.read_text().splitlines()) for file in files) < 200
 
 
 @by_package

@@ -7,7 +7,7 @@ from typing import Any
 from isthmus.config import HFConfig
 from isthmus.layout import Layout
 from isthmus.tiny import Tiny, Variant
-from isthmus.weights import WeightMap
+from isthmus.weights import Heads, WeightMap
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +30,9 @@ class Family:
     """The kinds of parallelism that are supported and tested."""
     problems: Callable[[Layout, Mapping[str, Any]], list[str]] | None = None
     """Why a layout cannot divide the parts that Megatron does not have, of a model of these config fields."""
+    hosted: Callable[[Any], Heads] | None = None
+    """How the heads of a hosted module divide, for a model config or anything with its fields. A layout must
+    divide them, unless `hosted_mode` is "replicated". A family with several has `problems` of its own."""
     tiny: Tiny | None = None
     """Tiny checkpoints for tests, in the layout of the published ones."""
     mtp_reference: str | None = None

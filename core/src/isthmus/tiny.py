@@ -37,12 +37,29 @@ def v5_spelling(config: Mapping[str, Any]) -> dict[str, Any]:
     return dict(sorted(config.items()))
 
 
+def transformers_tensors(hf: HFConfig, mtp: bool) -> dict[str, tuple[int, ...]]:
+    """Name and shape of each tensor of transformers' own model, for files that are named as it is in memory.
+
+    `mtp` does not matter: transformers has no block for it. Families whose files differ write theirs down.
+    """
+    import torch
+
+    from isthmus.hosting.torch_functions import import_modeling
+
+    kind = hf.model_type
+    modeling = import_modeling(f"transformers.models.{kind}.modeling_{kind}")
+    model_class = getattr(modeling, hf["architectures"][0])
+    with torch.device("meta"):
+        model = model_class(model_class.config_class.from_dict(dict(hf.raw)))
+    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+
+
 @dataclass(frozen=True, slots=True)
 class Tiny:
     """What a family provides for tiny checkpoints: its variants, and every tensor of a published one."""
 
     variants: Mapping[str, Variant]
-    tensors: Callable[[HFConfig, bool], dict[str, tuple[int, ...]]]
+    tensors: Callable[[HFConfig, bool], dict[str, tuple[int, ...]]] = transformers_tensors
     """Name and shape of each tensor on disk, experts one by one, for a config; with or without MTP block."""
     values: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     """Patterns (fnmatch) of tensors and the (centre, spread) of their random values, where these are not 0

@@ -11,7 +11,7 @@ tiny checkpoint goes through Megatron once for each case; several tests look at 
 """
 
 import filecmp
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,12 +24,11 @@ from isthmus.checkpoint.compare import compare
 from isthmus.checkpoint.reader import CheckpointReader
 from isthmus.config import HFConfig
 from isthmus.family import Family
-from isthmus.hosting.torch_functions import import_modeling
 from isthmus.layout import Layout
 from isthmus.testing import ranks, reference
 from isthmus.testing.tiny import published_shapes, write_tiny
 from isthmus.testing.trip import Case, LiveParameter, Trip, go
-from isthmus.tiny import Variant
+from isthmus.tiny import Variant, transformers_tensors
 from isthmus.weights import WeightMap, collapse
 
 # The default variant goes through each of these, where the family supports it.
@@ -67,6 +66,8 @@ class FamilyTests:
     family: ClassVar[Family]
     published: ClassVar[tuple[Mapping[str, Any], ...]]
     """config.json of released checkpoints."""
+    layouts: ClassVar[Sequence[Layout]] = LAYOUTS
+    """What the default variant goes through."""
     builds: ClassVar[Mapping[str, Mapping[str, Any]]] = BUILDS
     """Ways to build, by name: each goes through a layout that divides tensors, and one with two stages."""
     reloaded: ClassVar[tuple[str, ...]] = ("default", "tied", "fused_experts", "fp32_a_log")
@@ -75,7 +76,7 @@ class FamilyTests:
     @classmethod
     def cases(cls) -> dict[str, Case]:
         """All trips to make, by test id."""
-        cases = [Case("default", layout, {}) for layout in LAYOUTS]
+        cases = [Case("default", layout, {}) for layout in cls.layouts]
         cases.append(Case("default", Layout(dp=2), {}, ddp=True))
         for name, variant in cls.variants().items():
             cases += [Case(name, DIVIDED, {}), Case(name, STAGED, {})]
@@ -203,12 +204,7 @@ class FamilyTests:
             assert held == total, rule.megatron
 
     def test_published_names_and_shapes_are_those_of_transformers(self, config: Mapping[str, Any]) -> None:
-        kind = config["model_type"]
-        modeling = import_modeling(f"transformers.models.{kind}.modeling_{kind}")
-        model_class = getattr(modeling, config["architectures"][0])
-        with torch.device("meta"):
-            model = model_class(model_class.config_class.from_dict(dict(config)))
-        found = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+        found = transformers_tensors(HFConfig(config), mtp=False)
         stacked = any(name.endswith(".experts.gate_up_proj") for name in found)
         assert found == self._shapes(Variant(config, mtp=False, fused_experts=stacked))
 
