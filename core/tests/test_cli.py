@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -14,8 +15,9 @@ import pytest
 
 from isthmus import cli, registry
 from isthmus.cli import config_options, layout_options, workers
+from isthmus.cli.model import Stopwatch
 from isthmus.cli.output import console, write_json
-from isthmus.cli.progress import progress
+from isthmus.cli.progress import announce, progress
 from isthmus.launch import WorkerError
 from isthmus.layout import Layout
 
@@ -305,11 +307,47 @@ def test_torchrun_command_counts_nodes() -> None:
     )
 
 
-def test_no_bar_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_line_now_and_then_without_a_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("isthmus.cli.progress.EVERY", 0.05)
+    monkeypatch.setattr("isthmus.cli.progress.silent", False)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with progress("reading", 4_000_000) as advance:
+        advance(1_000_000)
+        advance(1_000_000)
+        time.sleep(0.5)
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("reading ...\nreading, rank 0 of 4: 2.0 MB of 4.0 MB, 50%\n")
+    assert 3 <= err.count("\n") <= 12
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_scripts_and_other_ranks_are_told_nothing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, rank: str
+) -> None:
+    monkeypatch.setattr("isthmus.cli.progress.EVERY", 0.02)
+    monkeypatch.setattr("isthmus.cli.progress.silent", rank == "0")
+    monkeypatch.setenv("RANK", rank)
     with progress("reading", 100) as advance:
         advance(60)
-        advance(40)
+        time.sleep(0.1)
+    announce("reading more")
     assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(("options", "err"), [([], "working ...\n"), (["--json", "-"], "")])
+def test_stages_are_told_unless_a_script_listens(
+    command: Callable[[Run], None], capsys: pytest.CaptureFixture[str], options: list[str], err: str
+) -> None:
+    def run(args: argparse.Namespace) -> int:
+        with Stopwatch({"work": "working"})("work"):
+            return 0
+
+    command(run)
+    assert cli.main(["sample", *options]) == 0
+    assert capsys.readouterr().err == err
 
 
 def test_a_bar_counts_bytes_on_a_terminal(
@@ -318,11 +356,12 @@ def test_a_bar_counts_bytes_on_a_terminal(
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("WORLD_SIZE", "2")
     with progress("reading", 3_000_000) as advance:
         advance(3_000_000)
     out, err = capsys.readouterr()
     assert out == ""
-    assert "reading" in err
+    assert "reading, rank 0 of 2" in err
     assert "3.0/3.0 MB" in err
 
 

@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Sequence
 
 from isthmus import __version__
-from isthmus.cli import output
+from isthmus.cli import output, progress
 
 COMMANDS = ("families", "inspect", "plan", "tiny", "import_", "export", "roundtrip", "verify", "demo")
 PATIENCE = 10.0  # seconds that ranks may find the same mistake apart
@@ -29,6 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = build_parser().parse_args(argv)
     except SystemExit as stop:  # argparse: 0 after --help and --version, 2 after a message of its own
         return stop.code if isinstance(stop.code, int) else 2
+    progress.silent = args.json == "-"
     try:
         output.check_destination(args)
         return args.run(args)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import isthmus.cpu
-from isthmus.cli import model, output, workers
+from isthmus.cli import model, output, progress, workers
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -19,6 +19,14 @@ if TYPE_CHECKING:
     from isthmus.family import Family
     from isthmus.layout import Layout
     from isthmus.testing.demo import Check, Journey, Stops
+
+STAGES = {
+    **model.BUILD,
+    "import": "importing",
+    "export": "exporting",
+    "train": "training",
+    "export_trained": "exporting what was trained",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -82,7 +90,7 @@ def _story(out: "Console", family: "Family", folder: Path, steps: int) -> dict[s
     out.print(f"2. Megatron on {layout.world_size} CPU processes, tp=2 x pp=2: import, {steps} steps, export")
     with watch("megatron"):
         journey, stages = launch.run(
-            layout.world_size, workers.on_rank, layout, on_rank, (layout, stops, steps)
+            layout.world_size, workers.on_rank, layout, on_rank, (layout, stops, steps), progress.silent
         )[0]
     out.print("3. transformers loads what went in and what came out")
     with watch("transformers"):
@@ -108,7 +116,7 @@ def on_rank(layout: "Layout", stops: "Stops", steps: int) -> "tuple[Journey | No
     """One rank's part: what it knows of the journey, and seconds by stage."""
     from isthmus.testing.demo import train
 
-    watch = model.Stopwatch()
+    watch = model.Stopwatch(STAGES)
     return train(layout, stops, steps, watch), watch.seconds
 
 

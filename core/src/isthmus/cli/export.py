@@ -81,7 +81,7 @@ def on_rank(
     """One rank's part of the export."""
     from isthmus.checkpoint.torch_dist import found_fields
 
-    watch = model.Stopwatch()
+    watch = model.Stopwatch(model.BUILD)
     bridge = _bridge(megatron_dir, hf_dir)
     nbytes = sum(info.nbytes for info in bridge.reader.tensors.values())
     with watch("build"):

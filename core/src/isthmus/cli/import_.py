@@ -72,7 +72,7 @@ def on_rank(
     """One rank's part of the import."""
     from isthmus.bridge import AutoBridge
 
-    watch = model.Stopwatch()
+    watch = model.Stopwatch(model.BUILD)
     bridge = AutoBridge.from_hf_pretrained(hf_dir)
     with watch("build"):
         chunks = model.build(bridge, layout, dtype, fields)

@@ -5,14 +5,16 @@ import resource
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from isthmus.cli.progress import progress
+from isthmus.cli.progress import announce, progress
 
 if TYPE_CHECKING:
     from isthmus.bridge import AutoBridge
     from isthmus.layout import Layout
 
+BUILD = {"build": "building the model"}  # words for a Stopwatch
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -56,13 +58,16 @@ def peak_rss_mb() -> float:
 
 
 class Stopwatch:
-    """Seconds by name: `with watch("load"): ...`."""
+    """Seconds by name: `with watch("load"): ...`. `words` tell people of the stages that take time."""
 
-    def __init__(self) -> None:
+    def __init__(self, words: Mapping[str, str] = MappingProxyType({})) -> None:
         self.seconds: dict[str, float] = {}
+        self._words = words
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
+        if name in self._words:
+            announce(self._words[name])
         begin = time.perf_counter()
         yield
         self.seconds[name] = round(time.perf_counter() - begin, 3)

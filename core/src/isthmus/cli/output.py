@@ -63,8 +63,8 @@ def table(*columns: str, right: tuple[str, ...] = (), title: str | None = None) 
 
 
 def counted(count: int, noun: str) -> str:
-    """`1 file`, `2 files`."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+    """`1 file`, `2 files`, `2 processes`."""
+    return f"{count:,} {noun}{'' if count == 1 else 'es' if noun.endswith('s') else 's'}"
 
 
 def write_json(args: argparse.Namespace, document: dict[str, Any]) -> None:

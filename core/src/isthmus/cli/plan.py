@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import isthmus.cpu
-from isthmus.cli import config_options, layout_options, output
+from isthmus.cli import config_options, layout_options, output, progress
 
 if TYPE_CHECKING:
     from isthmus.bridge import AutoBridge
@@ -93,6 +93,7 @@ def _plan(layout: "Layout", source: Path, overrides: dict[str, Any]) -> dict[str
     """The plan, made in a process of its own."""
     from isthmus import launch
 
+    progress.announce("building one rank of each stage, without weights")
     return launch.run(1, on_rank, layout, source, overrides)[0]
 
 

@@ -64,7 +64,7 @@ def on_rank(layout: "Layout", hf_dir: Path, out_dir: Path, overwrite: bool) -> d
     from isthmus.checkpoint.compare import compare
     from isthmus.checkpoint.reader import CheckpointReader
 
-    watch = model.Stopwatch()
+    watch = model.Stopwatch(model.BUILD)
     bridge = AutoBridge.from_hf_pretrained(hf_dir)
     with watch("build"):
         chunks = model.build(bridge, layout)

@@ -16,6 +16,17 @@ if TYPE_CHECKING:
     from isthmus.layout import Layout
     from isthmus.testing.verify import Request
 
+STAGES = {
+    **model.BUILD,
+    "load": "loading the weights",
+    "export": "exporting them again, comparing bits",
+    "build_for_forward": "building the model in the dtype of the comparison",
+    "load_for_forward": "loading the weights into it",
+    "forward": "running Megatron",
+    "reference": "running Hugging Face",
+    "gradients": "comparing gradients",
+}
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Source, layout, what to compare and on which tokens."""
@@ -77,7 +88,7 @@ def on_rank(layout: "Layout", hf_dir: str, request: "Request") -> dict[str, Any]
     from isthmus.bridge import AutoBridge
     from isthmus.testing.verify import verify
 
-    watch = model.Stopwatch()
+    watch = model.Stopwatch(STAGES)
     document = verify(AutoBridge.from_hf_pretrained(hf_dir), layout, request, watch)
     return {"document": document, "peak_rss_mb": model.peak_rss_mb(), "seconds": watch.seconds}
 

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from isthmus.cli import output
+from isthmus.cli import output, progress
 
 if TYPE_CHECKING:
     from isthmus.layout import Layout
@@ -35,7 +35,8 @@ def run(
     from isthmus import launch
 
     isthmus.cpu.check_machine()
-    return launch.run(layout.world_size, on_rank, layout, function, args, timeout=timeout)
+    progress.announce(f"starting {output.counted(layout.world_size, 'process')} that import Megatron")
+    return launch.run(layout.world_size, on_rank, layout, function, args, progress.silent, timeout=timeout)
 
 
 def under_torchrun() -> bool:
@@ -50,8 +51,12 @@ def torchrun_command(world_size: int, gpus: int, argv: list[str]) -> str:
     return f"torchrun {nodes}--nproc-per-node {local} -m isthmus {shlex.join(argv)}"
 
 
-def on_rank(layout: "Layout", function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """What each rank runs, torch.distributed initialised: the layout's groups, then the function."""
+def on_rank(layout: "Layout", function: Callable[..., Any], args: tuple[Any, ...], silent: bool) -> Any:
+    """What each rank runs, torch.distributed initialised: the layout's groups, then the function.
+
+    `silent` is :data:`progress.silent` of the process that starts the ranks.
+    """
+    progress.silent = silent
     layout.initialize()
     return function(*args)
 
@@ -79,7 +84,7 @@ def _run_here(layout: "Layout", function: Callable[..., Any], args: tuple[Any, .
     results: list[Any] = [None] * world_size
     with silenced():
         torch.distributed.init_process_group(BACKENDS[device])
-        torch.distributed.all_gather_object(results, on_rank(layout, function, args))
+        torch.distributed.all_gather_object(results, on_rank(layout, function, args, progress.silent))
         torch.distributed.destroy_process_group()
     return results
 
