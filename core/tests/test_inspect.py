@@ -14,7 +14,9 @@ import pytest
 from isthmus import cli, registry
 from isthmus.checkpoint.quantised import refuse_quantised
 from isthmus.checkpoint.reader import CheckpointReader
+from isthmus.config import HFConfig
 from isthmus.family import Family
+from isthmus.tiny import Tiny
 from isthmus.weights import WeightMap, column, ignore, passthrough, same, scope
 
 ITEM = {"BF16": 2, "F32": 4, "I32": 4, "F8_E4M3": 1}
@@ -44,6 +46,13 @@ CHECKPOINT = {
 }
 
 
+def shapes(hf: HFConfig, mtp: bool) -> dict[str, tuple[int, ...]]:
+    """Every tensor; experts' shapes follow `width`, the embedding's is left open."""
+    norms = [*(f"model.layers.{i}.norm.weight" for i in range(2)), "mtp.layers.0.norm.weight"]
+    experts = {f"model.layers.0.experts.{e}.up.weight": (hf.get("width") or 4, 8) for e in range(3)}
+    return dict.fromkeys(norms, (8,)) | experts
+
+
 @pytest.fixture(autouse=True)
 def family(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A family for model_type "sample"."""
@@ -54,6 +63,7 @@ def family(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         model_config=lambda hf, keys: {"share_embeddings_and_output_weights": True},
         weights=weights,
         config_class="nowhere:Nothing",
+        tiny=Tiny({}, shapes),
     )
     monkeypatch.setitem(sys.modules, "sample_family", package)
     points = [EntryPoint("sample", "sample_family:FAMILY", registry.GROUP)]
@@ -123,6 +133,7 @@ def test_everything_about_a_sound_checkpoint(
             "dropped": {},
             "missing": [],
             "unmapped_hf": [],
+            "wrong_shapes": {},
         },
     }
 
@@ -147,6 +158,21 @@ def test_gaps_fail_and_are_named_collapsed(
     assert "rope.inv_freq (recomputed)" in out
     assert "vision.patch.weight (not trained)" in out
     assert "tensors in 1 file\n" in re.sub(" +\n", "\n", out)
+
+
+def test_a_shape_that_is_not_the_configs_fails(
+    folder: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = folder(CHECKPOINT | {"model.layers.1.norm.weight": ("F32", (9,))}, width=16)
+    coverage = inspect(path, capsys, expected_code=1)["coverage"]
+    expert = "is (4, 8), the config makes it (16, 8)"
+    assert coverage["wrong_shapes"] == {
+        "model.layers.1.norm.weight": "is (9,), the config makes it (8,)",
+        **{f"model.layers.0.experts.{e}.up.weight": expert for e in range(3)},
+    }
+    assert coverage["loaded"] == 3
+    assert cli.main(["inspect", str(path)]) == 1
+    assert f"model.layers.0.experts.{{0..2}}.up.weight {expert}" in capsys.readouterr().out
 
 
 def test_no_weights_are_read(folder: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:

@@ -219,6 +219,7 @@ def document(**changes: Any) -> dict[str, Any]:
             "passed_through": ["mtp.fc.weight"],
             "dropped": {"rotary.inv_freq": "recomputed from the config"},
             "missing_hf": [],
+            "wrong_shapes": {},
             "unmapped_hf": [],
             "unmapped_megatron": [],
             "unheld_megatron": [],
@@ -290,6 +291,8 @@ def test_the_page_is_whole_and_fetches_nothing() -> None:
         "PASSED",
         "a <folder> & more",
         "7 / 7",
+        "7 / 9",
+        "after layer 2, the worst",
         "a.{0..1}.weight",
         "delta_net",
         "What the numbers mean",
@@ -328,6 +331,16 @@ def test_the_page_of_a_run_that_stopped_early() -> None:
     assert "Error from layer to layer" not in text
 
 
+def test_a_tensor_of_another_shape_is_in_the_page_and_in_the_table() -> None:
+    what = "is (4, 4), the config makes it (8, 4)"
+    broken = document(passed=False, failures=[what], **dict.fromkeys(("roundtrip", "forward", "gradients")))
+    broken["coverage"] |= {"loaded": 6, "wrong_shapes": {"a.weight": what}}
+    text = parsed(page(broken)).text
+    assert f"a.weight{what}" in text
+    assert "6 / 9" in text
+    assert rows(broken)[0][1].startswith("6 of 9 tensors have their place, 2 not loaded on purpose")
+
+
 def test_every_section_has_a_line_and_absent_ones_have_none() -> None:
     assert [row[0] for row in rows(document())] == [
         "coverage",
@@ -335,7 +348,7 @@ def test_every_section_has_a_line_and_absent_ones_have_none() -> None:
         "dtypes",
         "logits",
         "hidden states",
-        "MTP logits",
+        "prediction block (MTP)",
         "gradients",
         "worst gradient",
         "gradient norm",

@@ -1,4 +1,4 @@
-"""Variants of a tiny checkpoint, as data: what its config.json says and how its files are written."""
+"""What a family's checkpoints look like, as data: the shape of every tensor, and variants of a tiny one."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -64,3 +64,42 @@ class Tiny:
     values: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     """Patterns (fnmatch) of tensors and the (centre, spread) of their random values, where these are not 0
     and what keeps activations of size 1."""
+
+    def shapes(self, variant: Variant) -> dict[str, tuple[int, ...]]:
+        """Name and shape of each tensor of the variant's files."""
+        shapes = self.tensors(HFConfig(variant.config), variant.mtp)
+        if not variant.head:
+            del shapes["lm_head.weight"]
+        return _stacked(shapes) if variant.fused_experts else shapes
+
+    def misshapen(self, config: HFConfig, found: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
+        """Name -> what is wrong with its shape; `found` are the shapes of a checkpoint's tensors."""
+        single = self.tensors(HFConfig(config.raw), True)
+        wanted = single | _stacked(single)
+        return {
+            name: f"is {shape}, the config makes it {wanted[name]}"
+            for name, shape in found.items()
+            if name in wanted and wanted[name] != shape
+        }
+
+
+def stack_of(name: str) -> str | None:
+    """The stacked tensor that an expert's tensor becomes a part of; None where it is not an expert's."""
+    prefix, experts, rest = name.partition(".experts.")
+    if not experts:
+        return None
+    return f"{prefix}.experts.{'down_proj' if rest.endswith('.down_proj.weight') else 'gate_up_proj'}"
+
+
+def _stacked(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """The same with the experts of a layer in one tensor."""
+    stacked: dict[str, tuple[int, ...]] = {}
+    for name, shape in shapes.items():
+        stack = stack_of(name)
+        if stack is None:
+            stacked[name] = shape
+            continue
+        rows = shape[0] * (2 if stack.endswith("gate_up_proj") else 1)
+        count = stacked.get(stack, (0,))[0] + (not name.endswith(".up_proj.weight"))
+        stacked[stack] = (count, rows, *shape[1:])
+    return stacked

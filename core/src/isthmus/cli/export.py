@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     ranks = workers.run(layout, on_rank, layout, args.megatron_dir, args.out_dir, source, fields, options)
     output.console(args).print(
         f"{ranks[0]['model_type']}: {args.megatron_dir} exported to {args.out_dir}"
-        f" on {layout.world_size} ranks"
+        f" on {output.counted(layout.world_size, 'rank')}"
     )
     document = {
         "model_type": ranks[0]["model_type"],

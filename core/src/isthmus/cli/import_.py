@@ -37,7 +37,8 @@ def run(args: argparse.Namespace) -> int:
     )
     report = ranks[0]["report"]
     output.console(args).print(
-        f"{ranks[0]['model_type']}: {report.hf_tensors} tensors loaded on {layout.world_size} ranks,"
+        f"{ranks[0]['model_type']}: {report.hf_tensors} tensors loaded"
+        f" on {output.counted(layout.world_size, 'rank')},"
         f" {len(report.passed_through)} left to an export to copy, {len(report.dropped)} dropped"
         + "".join(f", {name} is {source}" for name, source in report.shared.items())
         + "\n"

@@ -1,7 +1,7 @@
 """What a checkpoint holds and what becomes of each tensor, from its headers alone.
 
-Exit code 1 where a tensor has no rule, or a rule finds no tensor. A checkpoint that no installed family reads
-is still described, then the request fails with the family's error.
+Exit code 1 where a tensor has no rule or another shape than the config makes it, or a rule finds no tensor. A
+checkpoint that no installed family reads is still described, then the request fails with the family's error.
 """
 
 import argparse
@@ -21,6 +21,8 @@ EXPERT = re.compile(r"(?:^|\.)experts\.(\d+)\.")
 STACKED_EXPERTS = re.compile(r"(?:^|\.)experts\.\D")
 MTP = re.compile(r"mtp\.layers\.(\d+)\.")
 
+WRONG = {"missing": "MISSING", "unmapped_hf": "NO RULE", "wrong_shapes": "WRONG SHAPE"}
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The checkpoint's folder."""
@@ -29,8 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Describe HF_DIR; 1 where coverage is incomplete."""
-    from isthmus.bridge import read_config, resolve
     from isthmus.checkpoint.reader import CheckpointReader
+    from isthmus.checkpoint.source import read_config, resolve
     from isthmus.config import HFConfig
 
     folder = resolve(args.hf_dir)
@@ -47,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     output.write_json(args, document)
     if unreadable is not None:
         raise unreadable
-    return 1 if document["coverage"]["missing"] or document["coverage"]["unmapped_hf"] else 0
+    return 1 if any(document["coverage"][kind] for kind in WRONG) else 0
 
 
 def describe(config: "HFConfig", tensors: Mapping[str, "TensorInfo"]) -> dict[str, Any]:
@@ -86,18 +88,21 @@ def map_tensors(config: "HFConfig", tensors: Mapping[str, "TensorInfo"]) -> dict
     fields = family.model_config(config, keys)
     weights = family.weights(config, keys, SimpleNamespace(**fields))
     coverage = weights.cover(tensors)
+    shapes = {name: tensors[name].shape for name in coverage.loaded}
+    misshapen = family.tiny.misshapen(config, shapes) if family.tiny else {}
     return {
         "family": family.name,
         "tie_word_embeddings": bool(fields.get("share_embeddings_and_output_weights")),
         "mtp": _mtp(weights, tensors),
         "coverage": {
             "hf_tensors": len(tensors),
-            "loaded": len(coverage.loaded),
+            "loaded": len(coverage.loaded) - len(misshapen),
             "passed_through": sorted(coverage.passed_through),
             "passed_through_reasons": coverage.passed_through,
             "dropped": coverage.dropped,
             "missing": coverage.missing,
             "unmapped_hf": coverage.unknown,
+            "wrong_shapes": misshapen,
         },
     }
 
@@ -185,8 +190,12 @@ def _print_coverage(out: Any, coverage: dict[str, Any]) -> None:
         for reason in dict.fromkeys(coverage[reasons].values()):
             names = [name for name, why in coverage[reasons].items() if why == reason]
             rows.add_row(kind, f"{len(names):,}", f"{', '.join(collapse(names))} ({reason})")
-    for kind, words in (("missing", "MISSING"), ("unmapped_hf", "NO RULE")):
-        if coverage[kind]:
+    for kind, words in WRONG.items():
+        if isinstance(coverage[kind], dict):
+            for what in dict.fromkeys(coverage[kind].values()):
+                names = [name for name, why in coverage[kind].items() if why == what]
+                rows.add_row(words, f"{len(names):,}", f"{', '.join(collapse(names))} {what}")
+        elif coverage[kind]:
             rows.add_row(words, f"{len(coverage[kind]):,}", "\n".join(collapse(coverage[kind])))
     out.print(rows)
 

@@ -79,7 +79,8 @@ def _source(asked: str) -> Path:
 def _bridge(source: Path) -> "AutoBridge":
     """Bound to the checkpoint, or to the config where there are no weights."""
     from isthmus import registry
-    from isthmus.bridge import AutoBridge, read_config
+    from isthmus.bridge import AutoBridge
+    from isthmus.checkpoint.source import read_config
     from isthmus.config import HFConfig
 
     if source.is_dir() and any(source.glob("*.safetensors")):

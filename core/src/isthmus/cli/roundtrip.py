@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     result = document["roundtrip"]
     out.print(
         f"{document['model_type']}: {result['equal']} of {result['tensors']} tensors are bitwise equal"
-        f" after HF -> Megatron -> HF on {layout.world_size} ranks"
+        f" after HF -> Megatron -> HF on {output.counted(layout.world_size, 'rank')}"
     )
     if document["mismatches"]:
         from isthmus.weights import collapse

@@ -26,6 +26,10 @@ STAGES = {
     "reference": "running Hugging Face",
     "gradients": "comparing gradients",
 }
+REL_RMS = (
+    "rel RMS: the size of the difference from Hugging Face over the size of Hugging Face's values;"
+    " 1e-06 means that six digits agree."
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -125,13 +129,15 @@ def _preload(bridge: "AutoBridge") -> None:
 def _print(document: dict[str, Any], args: argparse.Namespace) -> None:
     """A line for each check, the verdict, and what failed."""
     out = output.console(args)
-    checks = output.table("check", "result", "bound", right=("bound",))
+    checks = output.table("check", "result", "at most", right=("at most",))
     for row in rows(document):
         checks.add_row(*row)
     out.print(checks)
-    ranks = len(document["peak_rss_mb_per_rank"])
+    if document["forward"]:
+        out.print(REL_RMS)
+    ranks = output.counted(len(document["peak_rss_mb_per_rank"]), "rank")
     verdict = "PASSED" if document["passed"] else "FAILED"
-    out.print(f"{verdict}: {document['model_type']}, {document['dtype']}, {ranks} ranks")
+    out.print(f"{verdict}: {document['model_type']}, {document['dtype']}, {ranks}")
     for failure in document["failures"]:
         out.print(f"  {failure}")
 
@@ -141,7 +147,8 @@ def rows(document: dict[str, Any]) -> list[tuple[str, str, str]]:
     found, bounds = [], document["bounds"] or {}
     if coverage := document["coverage"]:
         left = len(coverage["passed_through"]) + len(coverage["dropped"])
-        text = f"{coverage['loaded']} of {coverage['hf_tensors']} tensors loaded"
+        place = "loaded" if document["roundtrip"] else "have their place"
+        text = f"{coverage['loaded']} of {coverage['hf_tensors']} tensors {place}"
         text += f", {left} not loaded on purpose" if left else ""
         text += "".join(f", {name} is {source}" for name, source in coverage.get("shared", {}).items())
         found.append(("coverage", f"{text}, {coverage['megatron_params']} Megatron tensors", ""))
@@ -149,18 +156,16 @@ def rows(document: dict[str, Any]) -> list[tuple[str, str, str]]:
         text = f"{trip['tensors'] - len(trip['mismatched'])} of {trip['tensors']} tensors bitwise equal"
         found.append(("round trip", text, ""))
     if dtypes := document["dtypes"]:
-        text = f"{len(dtypes['fp32_params'])} float32 parameters, {len(dtypes['rounded'])} rounded"
-        found.append(("dtypes", text, ""))
+        text = f"{output.counted(len(dtypes['fp32_params']), 'parameter')} kept in float32"
+        found.append(("dtypes", f"{text}, {len(dtypes['rounded']) or 'none'} rounded", ""))
     if forward := document["forward"]:
         bound = f"{bounds['forward']:.0e}"
         found.append(("logits", _logits(forward), bound))
         worst = max(forward["layers"], key=lambda row: row["rel_rms"])
-        text = (
-            f"rel RMS {worst['rel_rms']:.1e} at worst, in layer {worst['layer']} of {len(forward['layers'])}"
-        )
-        found.append(("hidden states", text, bound))
+        text = f"rel RMS {worst['rel_rms']:.1e} at worst, after layer {worst['layer']}"
+        found.append(("hidden states", f"{text} of 0 to {len(forward['layers']) - 1}", bound))
         if forward["mtp"]:
-            found.append(("MTP logits", _logits(forward["mtp"]), bound))
+            found.append(("prediction block (MTP)", _logits(forward["mtp"]), bound))
     if gradients := document["gradients"]:
         text = f"rel RMS {gradients['rel_rms']:.1e} over {gradients['params']} parameters"
         found.append(("gradients", text, f"{bounds['gradients']:.0e}"))
@@ -172,7 +177,4 @@ def rows(document: dict[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def _logits(section: dict[str, Any]) -> str:
-    return (
-        f"rel RMS {section['rel_rms']:.1e}, max {section['max_abs']:.1e}, KL {section['kl']:.1e},"
-        f" same argmax {section['argmax_agreement']:.1%}"
-    )
+    return f"rel RMS {section['rel_rms']:.1e}, same next token for {section['argmax_agreement']:.1%}"

@@ -1,6 +1,6 @@
 """What became of every tensor and every bit: coverage, round trip, and the dtypes of the parameters."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,18 +15,24 @@ from isthmus.names import live_tensors, unwrapped
 from isthmus.weights import WeightMap
 
 
-def coverage(chunks: Sequence[nn.Module], weights: WeightMap, reader: CheckpointReader) -> dict[str, Any]:
-    """The `coverage` section, for the model over all ranks; alike on every rank. Collective."""
+def coverage(
+    chunks: Sequence[nn.Module], weights: WeightMap, reader: CheckpointReader, misshapen: Mapping[str, str]
+) -> dict[str, Any]:
+    """The `coverage` section, for the model over all ranks; alike on every rank. Collective.
+
+    `misshapen` says what is wrong with the shape of a tensor, by HF name.
+    """
     held = sorted(set().union(*from_all({live.canonical for live in live_tensors(chunks)})))
     found = weights.cover(reader.tensors)
     return {
         "hf_tensors": len(reader.tensors),
         "megatron_params": len(held),
-        "loaded": len(found.loaded),
+        "loaded": len(found.loaded - misshapen.keys()),
         "passed_through": sorted(found.passed_through),
         "dropped": found.dropped,
         "shared": shared(weights),
         "missing_hf": sorted(found.missing),
+        "wrong_shapes": {name: what for name, what in misshapen.items() if name in found.loaded},
         "unmapped_hf": sorted(found.unknown),
         "unmapped_megatron": [name for name in held if name not in weights.megatron],
         # A rule that is not exported is for a second copy, which only some layouts have.
@@ -46,11 +52,15 @@ def gaps(section: dict[str, Any]) -> list[str]:
         "unmapped_megatron": "Megatron tensors without a rule",
         "unheld_megatron": "rules for Megatron tensors that no rank holds",
     }
-    return [
+    lines = [
         f"{meaning} ({len(section[key])}): {', '.join(collapse(section[key]))}"
         for key, meaning in kinds.items()
         if section[key]
     ]
+    for what in dict.fromkeys(section["wrong_shapes"].values()):
+        names = [name for name, why in section["wrong_shapes"].items() if why == what]
+        lines.append(f"{', '.join(collapse(names))}: {what}")
+    return lines
 
 
 def round_trip(

@@ -26,7 +26,7 @@ from isthmus.config import HFConfig
 from isthmus.family import Family
 from isthmus.layout import Layout
 from isthmus.testing import ranks, reference
-from isthmus.testing.tiny import published_shapes, write_tiny
+from isthmus.testing.tiny import write_tiny
 from isthmus.testing.trip import Case, LiveParameter, Trip, go
 from isthmus.tiny import Variant, transformers_tensors
 from isthmus.weights import WeightMap, collapse
@@ -210,7 +210,7 @@ class FamilyTests:
 
     def _shapes(self, variant: Variant) -> dict[str, tuple[int, ...]]:
         assert self.family.tiny is not None
-        return published_shapes(self.family.tiny, variant)
+        return self.family.tiny.shapes(variant)
 
     # Through Megatron and back
 

@@ -180,5 +180,5 @@ def _same_names(outcome: Comparison) -> bool:
 def _logits(what: str, found: Tensor, expected: Tensor) -> Check:
     apart = rel_rms(found, expected)
     same = argmax_agreement(found, expected)
-    result = f"rel RMS {apart:.1e}, same argmax {same:.0%}"
+    result = f"rel RMS {apart:.1e}, same next token for {same:.0%}"
     return Check(what, result, f"{FLOAT32.forward:.0e}", within(apart, FLOAT32.forward))

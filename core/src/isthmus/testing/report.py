@@ -22,7 +22,17 @@ SIZES = {
 
 _FIGURE, _UNBROKEN = re.compile(r"\d[\d.]*e-\d+"), r'<span class="figure">\g<0></span>'
 
+GAPS = {  # of the coverage section -> what becomes of such a tensor
+    "missing_hf": "missing from the checkpoint",
+    "wrong_shapes": "{why}",
+    "unmapped_hf": "no rule loads it",
+    "unmapped_megatron": "Megatron tensor that no rule fills",
+    "unheld_megatron": "rule for a tensor that no rank holds",
+}
+
 GLOSSARY = {
+    "coverage": "Every tensor of the checkpoint and of the model is accounted for: loaded, copied by an"
+    " export, or left out for a reason.",
     "rel RMS": "RMS(isthmus - HF) / RMS(HF): the size of the difference against the size of the result, over"
     " all elements. 1e-06 means that six digits agree.",
     "bound": "What may still pass. {reason}.",
@@ -88,6 +98,11 @@ def _verdict(document: dict[str, Any]) -> str:
 def _tiles(document: dict[str, Any]) -> str:
     bounds = document["bounds"] or {}
     tiles = []
+    if found := document["coverage"]:
+        left = len(found["passed_through"]) + len(found["dropped"])
+        about = "tensors have their place" + (f"; {left} left out on purpose" if left else "")
+        fine = not any(found[kind] for kind in GAPS)
+        tiles.append(_tile("Coverage", f"{found['loaded']} / {found['hf_tensors']}", about, fine))
     if trip := document["roundtrip"]:
         equal = trip["tensors"] - len(trip["mismatched"])
         tiles.append(
@@ -102,6 +117,10 @@ def _tiles(document: dict[str, Any]) -> str:
         tiles.append(
             _tile("Logits", f"{forward['rel_rms']:.1e}", about, forward["rel_rms"] <= bounds["forward"])
         )
+        worst = max(forward["layers"], key=lambda row: row["rel_rms"])
+        about = f"rel RMS after layer {worst['layer']}, the worst; bound {bounds['forward']:.0e}"
+        fine = forward["first_diverging_layer"] is None
+        tiles.append(_tile("Hidden states", f"{worst['rel_rms']:.1e}", about, fine))
         if mtp := forward["mtp"]:
             about = f"rel RMS, bound {bounds['forward']:.0e}; KL {mtp['kl']:.0e}"
             tiles.append(
@@ -165,10 +184,11 @@ def _gradients(document: dict[str, Any]) -> str:
         for row in grads["worst_params"]
     ]
     note = (
-        f"The {len(rows)} parameters whose gradients differ most, each against its own size. A full bar is"
-        f" the bound of {bound:.0e}; a fifth of it is a factor of ten."
+        f"The {len(rows)} parameters whose gradients differ most, each against its own size. The bars are on"
+        f" a logarithmic scale: a full one is the bound, and each fifth less is ten times smaller."
     )
-    columns = ("parameter", "RMS of the gradient", "rel RMS", "of the bound")
+    scale = f'<span class="scale"><span>{bound / 1e5:.0e}</span><span>bound {bound:.0e}</span></span>'
+    columns = ("parameter", "RMS of the gradient", "rel RMS", scale)
     return _card("Gradients", note, _table(columns, rows, numbers=(1, 2), bars=(3,)))
 
 
@@ -196,24 +216,16 @@ def _coverage(document: dict[str, Any]) -> str:
     found = document["coverage"]
     if not found:
         return ""
-    kinds = {
-        "missing_hf": "missing from the checkpoint",
-        "unmapped_hf": "no rule loads it",
-        "unmapped_megatron": "Megatron tensor that no rule fills",
-        "unheld_megatron": "rule for a tensor that no rank holds",
-        "passed_through": "not in the model; an export copies the source's bytes",
-    }
-    rows = [
-        (f"<code>{escape(line)}</code>", text)
-        for kind, text in kinds.items()
-        for line in collapse(found[kind])
-    ]
-    reasons = sorted(set(found["dropped"].values()))
-    for reason in reasons:
-        names = [name for name, why in found["dropped"].items() if why == reason]
-        rows += [(f"<code>{escape(line)}</code>", f"left out: {escape(reason)}") for line in collapse(names)]
+    kinds = {**GAPS, "passed_through": "not in the model; an export copies the source's bytes"}
+    rows = []
+    for kind, text in {**kinds, "dropped": "left out: {why}"}.items():
+        why = found[kind] if isinstance(found[kind], dict) else dict.fromkeys(found[kind], "")
+        for reason in sorted(set(why.values())):
+            names = [name for name in why if why[name] == reason]
+            told = escape(text.replace("{why}", reason))
+            rows += [(f"<code>{escape(line)}</code>", told) for line in collapse(names)]
     note = (
-        f"{found['loaded']} of the checkpoint's {found['hf_tensors']} tensors are loaded, into"
+        f"{found['loaded']} of the checkpoint's {found['hf_tensors']} tensors have their place, in"
         f" {found['megatron_params']} Megatron tensors."
         + (" What is not, and why:" if rows else " Nothing is left over on either side.")
     )

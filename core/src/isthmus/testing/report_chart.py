@@ -56,6 +56,7 @@ def chart(points: Sequence[Point], bound: float, *, floor: bool) -> str:
                 f"{escape(point.label)}</text>"
             )
     parts.append(f'<text x="{LEFT - 10}" y="{HEIGHT - BOTTOM + 20}" text-anchor="end">layer</text>')
+    parts.append('<text x="0" y="-2">rel RMS, logarithmic scale</text>')
     return (
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="relative error by layer">'
         + "".join(parts)

@@ -19,7 +19,7 @@ from isthmus.config import HFConfig
 from isthmus.config_text import write_config
 from isthmus.family import Family
 from isthmus.testing.tokenizer import write_tokenizer
-from isthmus.tiny import Tiny, Variant
+from isthmus.tiny import Tiny, Variant, stack_of
 
 
 def write_tiny(
@@ -49,25 +49,6 @@ def write_tiny(
         staging.publish()
 
 
-def published_shapes(tiny: Tiny, variant: Variant) -> dict[str, tuple[int, ...]]:
-    """Name and shape of each tensor of the variant's files."""
-    shapes = tiny.tensors(HFConfig(variant.config), variant.mtp)
-    if not variant.head:
-        del shapes["lm_head.weight"]
-    if not variant.fused_experts:
-        return shapes
-    stacked: dict[str, tuple[int, ...]] = {}
-    for name, shape in shapes.items():
-        stack = _stack(name)
-        if stack is None:
-            stacked[name] = shape
-            continue
-        rows = shape[0] * (2 if stack.endswith("gate_up_proj") else 1)
-        count = stacked.get(stack, (0,))[0] + (not name.endswith(".up_proj.weight"))
-        stacked[stack] = (count, rows, *shape[1:])
-    return stacked
-
-
 def make_tensors(tiny: Tiny, variant: Variant, seed: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """The variant's tensors by name, in the dtypes they have in the files."""
     config = HFConfig(variant.config)
@@ -79,7 +60,7 @@ def make_tensors(tiny: Tiny, variant: Variant, seed: int, dtype: torch.dtype) ->
         tensors = _stacked(tensors)
     return {
         name: tensors[name].to(torch.float32 if _matches(name, variant.fp32) else dtype)
-        for name in published_shapes(tiny, variant)
+        for name in tiny.shapes(variant)
     }
 
 
@@ -93,20 +74,12 @@ def _random(
     return centre + spread * torch.randn(shape, generator=generator)
 
 
-def _stack(name: str) -> str | None:
-    """The stacked tensor that an expert's tensor becomes a part of; None where it is not an expert's."""
-    prefix, experts, rest = name.partition(".experts.")
-    if not experts:
-        return None
-    return f"{prefix}.experts.{'down_proj' if rest.endswith('.down_proj.weight') else 'gate_up_proj'}"
-
-
 def _stacked(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Experts as transformers 5 holds them: `gate_up_proj` (E, 2F, H) and `down_proj` (E, H, F)."""
     result: dict[str, torch.Tensor] = {}
     rows: dict[str, list[torch.Tensor]] = {}
     for name, tensor in tensors.items():
-        stack = _stack(name)
+        stack = stack_of(name)
         if stack is None:
             result[name] = tensor
         elif name.endswith(".gate_proj.weight"):

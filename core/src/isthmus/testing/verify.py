@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from isthmus.bridge import model_config_of
+from isthmus.built import model_config_of
 from isthmus.checkpoint.dtypes import main_dtype
 from isthmus.testing import audit, comparison, gradients, training_step
 from isthmus.testing.batch import random_batch
@@ -79,7 +79,9 @@ def verify(bridge: "AutoBridge", layout: "Layout", request: Request, watch: Watc
     with watch("build"):
         chunks = _build(bridge, layout, request, source_dtype, with_ddp=same and request.grads)
     weights = bridge.weight_map(model_config_of(chunks))
-    document["coverage"] = audit.coverage(chunks, weights, bridge.reader)
+    shapes = {name: info.shape for name, info in bridge.reader.tensors.items()}
+    misshapen = bridge.family.tiny.misshapen(bridge.hf_config, shapes) if bridge.family.tiny else {}
+    document["coverage"] = audit.coverage(chunks, weights, bridge.reader, misshapen)
     if _failed(document, audit.gaps(document["coverage"])):
         return document
     with watch("load"):
