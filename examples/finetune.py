@@ -1,7 +1,7 @@
 """Fine-tune a Hugging Face checkpoint with Megatron, in any layout; a Hugging Face checkpoint comes out.
 
     isthmus tiny qwen3_next tiny --dtype float32
-    torchrun --nproc-per-node 4 examples/finetune.py tiny out --tp 2 --cp 2 --dtype float32
+    torchrun --nproc-per-node 4 examples/finetune.py tiny out --tp 2 --cp 2 --dtype float32 --lr 1e-3
 
 Each step is Megatron's own: its schedules, data parallelism, distributed optimizer and checkpoints. Ranks
 that tp x pp x cp leaves over are data parallel. Where there is no GPU, the same lines run on CPU and gloo.
@@ -74,7 +74,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--global-batch-size", type=int, default=8, help="sequences of a step")
     parser.add_argument("--micro-batch-size", type=int, default=1, help="sequences of a forward")
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--lr", type=float, default=1e-5)
     parser.add_argument("--min-lr", type=float, default=0.0)
     parser.add_argument("--warmup-steps", type=int, default=0)
     parser.add_argument("--decay-steps", type=int, help="of the cosine; --steps by default")
@@ -94,6 +94,11 @@ def train(args: argparse.Namespace) -> list[dict[str, float]]:
         raise ValueError(f"{args.out} is not empty: continue with --resume, or choose another folder")
     sizes = {name: getattr(args, name) for name in ("tp", "pp", "vp", "ep", "etp", "cp", "pipeline_layout")}
     layout = Layout(dp=max(1, dist.get_world_size() // (args.tp * args.pp * args.cp)), **sizes)
+    if args.global_batch_size % (layout.dp * args.micro_batch_size):
+        raise ValueError(
+            f"cannot divide {args.global_batch_size} sequences over {layout.dp} data-parallel ranks"
+            f" with {args.micro_batch_size} in each forward: change --global-batch-size or --micro-batch-size"
+        )
     layout.initialize(args.seed)
 
     bridge = AutoBridge.from_hf_pretrained(args.hf)
@@ -134,7 +139,12 @@ def train(args: argparse.Namespace) -> list[dict[str, float]]:
         _, grad_norm, _ = optimizer.step()
         schedule.step(increment=1)
 
-        report = {"step": step + 1, **mean_losses(losses, len(feeds)), "grad_norm": grad_norm, "lr": lr}
+        report = {
+            "step": step + 1,
+            **mean_losses(losses, len(feeds)),
+            "grad_norm": float(grad_norm),
+            "lr": lr,
+        }
         reports.append(report)
         if dist.get_rank() == dist.get_world_size() - 1:  # of the last stage, which has all losses
             values = "  ".join(f"{name} {value:.6g}" for name, value in report.items())
@@ -260,8 +270,8 @@ def load_checkpoint(folder: Path, model: list[Any], optimizer: Any, schedule: An
     step = int((folder / "latest_checkpointed_iteration.txt").read_text())
     wanted = states(model, optimizer, schedule, step=step, loading=True)
     found: Any = dist_checkpointing.load(wanted, str(folder / f"iter_{step:07d}"))
-    for key, chunk in zip(keys(model), unwrap_model(model), strict=True):
-        chunk.load_state_dict(found[key])
+    for number, chunk in enumerate(unwrap_model(model)):
+        chunk.load_state_dict(found[f"model{number}"])
     optimizer.load_state_dict(found["optimizer"])
     schedule.load_state_dict(found["opt_param_scheduler"])
     return step
@@ -279,20 +289,14 @@ CONTENT = {
 def states(model: list[Any], optimizer: Any, schedule: Any, *, step: int, loading: bool) -> dict[str, Any]:
     """Megatron's sharded state dicts of everything."""
     metadata = CONTENT | {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
-    chunks = zip(keys(model), unwrap_model(model), strict=True)
-    sharded = {key: chunk.sharded_state_dict(metadata=metadata) for key, chunk in chunks}
+    chunks = {f"model{number}": chunk for number, chunk in enumerate(unwrap_model(model))}
+    sharded = {key: chunk.sharded_state_dict(metadata=metadata) for key, chunk in chunks.items()}
     return {
         **sharded,
         "optimizer": optimizer.sharded_state_dict(sharded, is_loading=loading, metadata=metadata),
         "opt_param_scheduler": schedule.state_dict(),
         "iteration": step,
-        "checkpoint_version": 3.0,
     }
-
-
-def keys(model: list[Any]) -> list[str]:
-    """The names of the chunks in a checkpoint."""
-    return ["model"] if len(model) == 1 else [f"model{number}" for number in range(len(model))]
 
 
 if __name__ == "__main__":
