@@ -124,8 +124,6 @@ def wrapped_by_megatron(replace: bool) -> tuple[list[int], str, list[str]]:
     from megatron.core.transformer.module import Float16Module
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from isthmus.precision import exact_float16_module
-
     parallel_state.initialize_model_parallel()
     config = TransformerConfig(num_layers=1, hidden_size=4, num_attention_heads=1, bf16=True)
     layer = Layer(torch.zeros(6))
@@ -133,13 +131,13 @@ def wrapped_by_megatron(replace: bool) -> tuple[list[int], str, list[str]]:
         layer.decay.data = FINE.clone()
     else:
         layer.decay.data.copy_(FINE)
-    model = exact_float16_module(config, layer)
+    model = Float16Module(config, layer)  # Megatron's own, as its training loop calls it
     ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=True)
     ddp = DistributedDataParallel(config, ddp_config, model)
     names = enforce_marked_param_dtypes([ddp])
     found = bits(layer.decay)
 
-    late = DistributedDataParallel(config, DistributedDataParallelConfig(), Float16Module(config, Layer()))
+    late = DistributedDataParallel(config, DistributedDataParallelConfig(), Layer().bfloat16())
     try:
         enforce_marked_param_dtypes([late])
     except ValueError as error:

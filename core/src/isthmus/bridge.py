@@ -192,12 +192,14 @@ class AutoBridge:
         from megatron.core.distributed import DistributedDataParallelConfig
         from megatron.core.process_groups_config import ProcessGroupCollection
 
+        from isthmus import optimizer_state
         from isthmus.backend import check_modules
         from isthmus.precision import exact_float16_module
         from isthmus.vocabulary import mask_padding
 
         config = copy.copy(model_config if model_config is not None else self.get_model_config())
         check_modules(config.transformer)
+        optimizer_state.install()
         if pg_collection is None:
             transformer = config.transformer
             Layout.of(vars(transformer)).check_groups(experts=bool(transformer.num_moe_experts))

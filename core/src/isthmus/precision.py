@@ -4,11 +4,14 @@ The one idea: a rounded value can never be widened back, so the bits must be hel
 back after it. A mark therefore keeps a reference to the parameter's storage; casting a module gives its
 parameters new storage and leaves the old one, with everything written into it so far, to the mark. Order
 matters: build, mark, (load), cast, enforce, then DDP and the optimizer, which take views of what they find.
+Megatron's Float16Module, which casts, enforces marks by itself once a parameter was marked.
 """
 
-from collections.abc import Iterable
+import functools
+import sys
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +47,7 @@ def mark_param_dtype(param: nn.Parameter, dtype: torch.dtype) -> None:
     param.data = param.data.to(dtype)
     param.keep_in_fp32 = dtype == torch.float32  # type: ignore[attr-defined]
     param.isthmus_mark = _Mark(dtype, param.data)  # type: ignore[attr-defined]
+    _tell_megatron()
 
 
 def marked_dtype(param: nn.Parameter) -> torch.dtype | None:
@@ -61,6 +65,7 @@ def enforce_marked_param_dtypes(model_chunks: nn.Module | Iterable[nn.Module]) -
     which is out of date, nor the current one, which is rounded: that is a ValueError naming all such
     parameters, and nothing is changed. Enforce first, then load: a load into an enforced parameter is exact.
     """
+    _tell_megatron()
     chunks: list[nn.Module] = [model_chunks] if isinstance(model_chunks, nn.Module) else [*model_chunks]
     named = [(name, param) for chunk in chunks for name, param in chunk.named_parameters()]
     marked = [(name, param) for name, param in named if marked_dtype(param) is not None]
@@ -80,16 +85,39 @@ def exact_float16_module(config: "TransformerConfig", module: nn.Module) -> "Flo
     """Megatron's Float16Module around `module`, its marked parameters exact; a `mixed_precision_wrapper`."""
     from megatron.core.transformer.module import Float16Module
 
-    marks = [(param, mark) for param in module.parameters() if (mark := _mark(param)) is not None]
-    for param, mark in marks:
-        # Also what replaced the storage: a move to another device, a new `.data`.
-        if param.dtype == mark.dtype:
-            mark.exact = param.data
-    wrapped = Float16Module(config, module)
-    enforce_marked_param_dtypes(wrapped)
-    for _, mark in marks:
-        mark.exact = None  # DDP may move the parameter into its own buffer: do not keep two copies
-    return wrapped
+    _tell_megatron()
+    return Float16Module(config, module)
+
+
+def _tell_megatron() -> None:
+    """Have Megatron keep marks in its own casts and checkpoints, where this process uses Megatron."""
+    if "megatron.core" not in sys.modules:
+        return
+    from megatron.core.transformer.module import Float16Module
+
+    from isthmus import optimizer_state
+
+    optimizer_state.install()
+    wrapper: Any = Float16Module
+    if not hasattr(wrapper.__init__, "__wrapped__"):
+        wrapper.__init__ = _keeping(wrapper.__init__)
+
+
+def _keeping(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def init(self: Any, config: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        """Megatron's, after which the marked parameters of `module` are what they were."""
+        marks = [(param, mark) for param in module.parameters() if (mark := _mark(param)) is not None]
+        for param, mark in marks:
+            # Also what replaced the storage: a move to another device, a new `.data`.
+            if param.dtype == mark.dtype:
+                mark.exact = param.data
+        original(self, config, module, *args, **kwargs)
+        enforce_marked_param_dtypes(module)
+        for _, mark in marks:
+            mark.exact = None  # DDP may move the parameter into its own buffer: do not keep two copies
+
+    return init
 
 
 def _mark(param: nn.Parameter) -> _Mark | None:

@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from isthmus import mtp
+from isthmus import mtp, optimizer_state
 from isthmus.hosting.module import MODES, HostedModule
 from isthmus.zigzag import LAYOUTS
 
@@ -48,6 +48,7 @@ def called(
     if isinstance(config, int):
         config, vp_stage = None, config
     transformer = config or model_config.transformer
+    optimizer_state.install()
     if transformer.mtp_num_layers:
         mtp.install()
     return transformer, vp_stage
