@@ -95,17 +95,14 @@ class AutoBridge:
 
     @cached_property
     def reader(self) -> Any:
-        """The checkpoint's tensors, headers only until they are read. ValueError where there is none."""
-        from isthmus.checkpoint.quantised import refuse_quantised
-        from isthmus.checkpoint.reader import CheckpointReader
+        """The checkpoint's tensors as real numbers, headers only until they are read. ValueError: there are none."""
+        from isthmus.checkpoint.dequantised import open_checkpoint
 
         if self.folder is None:
             raise ValueError(
                 "this bridge was made from a config and has no weights; use from_hf_pretrained(folder)"
             )
-        reader = CheckpointReader(self.folder)
-        refuse_quantised(self.hf_config.raw, reader.tensors)
-        return reader
+        return open_checkpoint(self.folder, self.hf_config.raw)
 
     @cached_property
     def keys(self) -> frozenset[str]:

@@ -1,12 +1,13 @@
 """What a family package provides."""
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from isthmus.config import HFConfig
 from isthmus.layout import Layout
-from isthmus.tiny import Tiny, Variant
+from isthmus.tiny import QUANTISED, STACKED, Tiny, Variant
 from isthmus.weights import Heads, WeightMap
 
 
@@ -39,10 +40,20 @@ class Family:
     """``module:function`` giving the MTP block in plain HF modules, where HF has none of its own."""
 
     def variant(self, name: str) -> Variant:
-        """The tiny variant `name`. LookupError where the family has none of that name, or none at all."""
+        """The tiny variant `name`; `fp8_block` is the default one quantised, `tied+fp8_block` another one.
+
+        LookupError where the family has none of that name, or none at all.
+        """
         variants = self.tiny.variants if self.tiny else {}
-        if name not in variants:
-            raise LookupError(
-                f"family {self.name} has no tiny variant {name!r} (it has: {', '.join(variants) or 'none'})"
-            )
-        return variants[name]
+        if name in variants:
+            return variants[name]
+        base, _, storage = name.rpartition("+")
+        plain = variants.get(base or "default")
+        if plain is not None and storage in QUANTISED:
+            fused = plain.fused_experts or storage in STACKED
+            about = f"{plain.about}; {QUANTISED[storage]}"
+            return dataclasses.replace(plain, about=about, quantised=storage, fused_experts=fused)
+        raise LookupError(
+            f"family {self.name} has no tiny variant {name!r} (it has: {', '.join(variants) or 'none'}; each of"
+            f" them quantised, as in default+fp8_block: {', '.join(QUANTISED)})"
+        )

@@ -7,6 +7,13 @@ from typing import Any
 from isthmus.config import HFConfig
 
 
+# Ways to quantise any variant of any family, and what each is; `isthmus.testing.quantised` does it.
+QUANTISED: Mapping[str, str] = {
+    "fp8_block": "FP8 e4m3, a float32 scale for each block, as DeepSeek-V3 and Qwen3 have it",
+}
+STACKED: frozenset[str] = frozenset()  # those that stack the experts
+
+
 @dataclass(frozen=True, slots=True)
 class Variant:
     """One way a checkpoint of a family can look on disk. No tensors here: a writer makes them from this."""
@@ -18,6 +25,7 @@ class Variant:
     fused_experts: bool = False  # experts of a layer stacked in one tensor, instead of one tensor each
     shards: int = 1  # safetensors files
     fp32: tuple[str, ...] = ()  # patterns (fnmatch) of tensors stored in float32 whatever the dtype
+    quantised: str | None = None  # how linear weights are stored: a name of isthmus.testing.quantised
 
 
 def v5_spelling(config: Mapping[str, Any]) -> dict[str, Any]:

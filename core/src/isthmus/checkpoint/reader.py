@@ -55,7 +55,7 @@ class CheckpointReader:
             del shape[0], strides[0]
         for dim, span in ((0, rows), (1, cols)):
             if span is not None:
-                start, length = _bounds(span, dim, shape, info)
+                start, length = bounds(span, dim, shape, info)
                 first += start * strides[dim]
                 shape[dim] = length
         item = info.dtype.itemsize
@@ -130,8 +130,10 @@ def _close(mapped: dict[str, MappedFile], thread: ThreadPoolExecutor) -> None:
         mapped.popitem()[1].close()
 
 
-def _bounds(span: slice, dim: int, shape: list[int], info: TensorInfo) -> tuple[int, int]:
-    """Start and length of a slice, exactly as given."""
+def bounds(span: slice | None, dim: int, shape: list[int], info: TensorInfo) -> tuple[int, int]:
+    """Start and length of a slice along `dim`, exactly as given; all of it for None."""
+    if span is None:
+        return 0, shape[dim]
     if dim < len(shape) and span.step in (None, 1):
         start = 0 if span.start is None else span.start
         stop = shape[dim] if span.stop is None else span.stop

@@ -30,13 +30,14 @@ def run(args: argparse.Namespace) -> int:
     """Write the checkpoint, or list the variants."""
     from isthmus.checkpoint.folder import check_target
     from isthmus.registry import family
+    from isthmus.tiny import QUANTISED
 
     chosen = family(args.model_type)
     if args.list:
         variants = chosen.tiny.variants if chosen.tiny else {}
         _list(args, variants)
-        about = {name: variant.about for name, variant in variants.items()}
-        output.write_json(args, {"model_type": args.model_type, "variants": list(variants), "about": about})
+        about = {name: variant.about for name, variant in variants.items()} | dict(QUANTISED)
+        output.write_json(args, {"model_type": args.model_type, "variants": list(about), "about": about})
         return 0
     if args.out_dir is None:
         raise ValueError(f"where to? Give a folder: isthmus tiny {args.model_type} OUT_DIR")
@@ -61,7 +62,11 @@ def run(args: argparse.Namespace) -> int:
 
 def _list(args: argparse.Namespace, variants: Mapping[str, "Variant"]) -> None:
     """One line for each variant: what it is."""
+    from isthmus.tiny import QUANTISED
+
     rows = output.table("variant", "what it is")
     for name, variant in variants.items():
         rows.add_row(name, variant.about)
+    for name, about in QUANTISED.items():
+        rows.add_row(name, f"{about}; of another variant: tied+{name}")
     output.console(args).print(rows)

@@ -18,6 +18,7 @@ from isthmus.checkpoint.folder import Staging
 from isthmus.config import HFConfig
 from isthmus.config_text import write_config
 from isthmus.family import Family
+from isthmus.testing.quantised import STORAGE, quantise_tensors
 from isthmus.testing.tokenizer import write_tokenizer
 from isthmus.tiny import Tiny, Variant, stack_of
 
@@ -40,6 +41,8 @@ def write_tiny(
     stated = dict(chosen.config)
     kept: torch.dtype = dtype or getattr(torch, stated.get("dtype") or stated["torch_dtype"])
     tensors = make_tensors(family.tiny, chosen, seed, kept)
+    if chosen.quantised is not None:
+        tensors, stated["quantization_config"] = quantise_tensors(tensors, STORAGE[chosen.quantised])
     with Staging(target, overwrite) as staging:
         _write_shards(staging.path, tensors, chosen.shards)
         plain = str(kept).removeprefix("torch.")

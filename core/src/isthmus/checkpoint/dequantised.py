@@ -1,0 +1,152 @@
+"""A quantised checkpoint read as if it were a plain one: real numbers under the weights' own names.
+
+Slices stay slices: a rank reads the codes of its own rows and columns, and the scales of those.
+"""
+
+from collections.abc import Iterable, Mapping
+from math import prod
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isthmus.checkpoint.header import TensorInfo
+from isthmus.checkpoint.reader import CheckpointReader, bounds
+from isthmus.quant.codec import CODES, Quantised, dequantise
+from isthmus.quant.find import find_or_refuse
+from isthmus.quant.settings import plain_dtype
+
+type Span = slice | None
+
+
+def open_checkpoint(folder: str | Path, config: Mapping[str, Any]) -> "CheckpointReader | DequantisedReader":
+    """A reader of real numbers, for the config.json `config`. ValueError: codes that cannot be read as such."""
+    stored = CheckpointReader(folder)
+    quantised = find_or_refuse(config, stored.tensors, folder)
+    return DequantisedReader(stored, quantised, plain_dtype(config)) if quantised else stored
+
+
+def logical(
+    stored: Mapping[str, TensorInfo], quantised: Mapping[str, Quantised], dtype: torch.dtype
+) -> dict[str, TensorInfo]:
+    """The tensors as a plain checkpoint of `dtype` would have them, each where its codes lie."""
+    parts = {part for item in quantised.values() for part in (*item.parts.values(), *item.beside.values())}
+    by_codes = {item.codes: item for item in quantised.values()}
+    found = {}
+    for name, info in stored.items():
+        item = by_codes.get(name)
+        if item is not None:
+            nbytes = prod(item.shape) * dtype.itemsize
+            found[item.name] = TensorInfo(item.name, dtype, item.shape, info.file, info.offset, nbytes)
+        elif name not in parts:
+            found[name] = info
+    return found
+
+
+class DequantisedReader:
+    """What :class:`CheckpointReader` is, of the dequantised tensors; `stored` reads the stored ones."""
+
+    def __init__(
+        self, stored: CheckpointReader, quantised: Mapping[str, Quantised], dtype: torch.dtype
+    ) -> None:
+        self.folder = stored.folder
+        self.stored = stored
+        self.quantised = quantised
+        self.dtype = dtype
+        self.tensors: Mapping[str, TensorInfo] = MappingProxyType(
+            logical(stored.tensors, quantised, dtype)
+        )
+        self.bytes_read = 0  # bytes of dequantised tensors handed out by `slice`
+        self._last: tuple[str, int | None] | None = None  # the matrix of `_grids`
+        self._grids: tuple[Tensor, Tensor | None] | None = None
+
+    def slice(
+        self, name: str, rows: Span = None, cols: Span = None, index: int | None = None
+    ) -> Tensor:
+        """`tensor[index]` where given, then its `[rows, cols]`; as :meth:`CheckpointReader.slice`.
+
+        ValueError where a code or a scale in it is NaN or Inf.
+        """
+        item = self.quantised.get(name)
+        result = (
+            self.stored.slice(name, rows, cols, index) if item is None else self._values(item, rows, cols, index)
+        )
+        self.bytes_read += result.nbytes
+        return result
+
+    def parts(self, name: str, index: int | None = None) -> dict[str, Tensor]:
+        """The stored parts beside the codes of a quantised matrix, or of matrix `index` of a stack."""
+        item = self.quantised[name]
+        return small_parts(item, self.stored, index)
+
+    def will_need(self, names: Iterable[str | tuple[str, int | None]]) -> None:
+        """Says what `slice` will be asked for; scales are small, and lie where the codes are."""
+        keys = ((name, None) if isinstance(name, str) else name for name in names)
+        self.stored.will_need(
+            (self.quantised[name].codes if name in self.quantised else name, index) for name, index in keys
+        )
+
+    def release(self) -> None:
+        """As :meth:`CheckpointReader.release`."""
+        self.stored.release()
+
+    def close(self) -> None:
+        """As :meth:`CheckpointReader.close`."""
+        self.stored.close()
+
+    def __enter__(self) -> "DequantisedReader":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _values(
+        self, item: Quantised, rows: Span, cols: Span, index: int | None
+    ) -> Tensor:
+        info = self.tensors[item.name]
+        shape = list(item.shape)
+        if index is not None:
+            if len(shape) < 3 or not 0 <= index < shape[0]:
+                raise ValueError(f"{item.name}: no matrix {index} in shape {info.shape}")
+            del shape[0]
+        if len(shape) == 3:
+            first, count = bounds(rows, 0, shape, info)
+            matrices = range(first, first + count)
+            found = [self._values(item, cols, None, matrix) for matrix in matrices]
+            return torch.stack(found) if found else torch.empty(0, *shape[1:], dtype=self.dtype)
+        row, height = bounds(rows, 0, shape, info)
+        col, width = bounds(cols, 1, shape, info)
+        word = item.codec.word
+        words = slice(col // word, -(-(col + width) // word))
+        codes = self.stored.slice(item.codes, slice(row, row + height), words, index)
+        if (item.name, index) != self._last:
+            self._grids, self._last = self._scales(item, index), (item.name, index)
+        assert self._grids is not None
+        try:
+            return dequantise(
+                item.codec, item.block, codes, self._grids, self.dtype, row=row, cols=(col, col + width)
+            )
+        except ValueError as error:
+            raise ValueError(f"{self.folder}: {item.codes}: {error}") from error
+
+    def _scales(self, item: Quantised, index: int | None) -> tuple[Tensor, Tensor | None]:
+        grids = item.codec.grids(self.parts(item.name, index))
+        if not torch.isfinite(grids[0]).all():
+            names = ", ".join(name for role, name in item.parts.items() if role != CODES)
+            raise ValueError(f"{self.folder}: {names}: a scale is NaN or Inf")
+        return grids
+
+
+def small_parts(item: Quantised, stored: CheckpointReader, index: int | None) -> dict[str, Tensor]:
+    """The parts beside the codes of a matrix, each in the shape that its codec gives it."""
+    *_, rows, cols = item.shape
+    found = {}
+    for role, shape in item.codec.shapes(rows, cols, item.block).items():
+        if role == CODES:
+            continue
+        name = item.parts[role]
+        shared = prod(stored.tensors[name].shape) == prod(shape)  # by all matrices of a stack
+        found[role] = stored.slice(name, index=None if shared else index).reshape(shape)
+    return found

@@ -1,0 +1,143 @@
+"""What a format is: codes that decode to numbers, and the numbers of each block that these are scaled by.
+
+A matrix (R, C) is stored in parts, by role: `codes`, and beside them `scale` and what else a format has. Only
+codes are large. value = (decoded code - zero point) * scale, computed in float32, then cast once.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from isthmus.quant.blocks import Block, apply_, extremes
+
+CHUNK = 1 << 18  # values at a time: what is between codes and result stays in a core's own cache
+CODES = "codes"
+
+
+class Codec(ABC):
+    """A format. Instances that are equal store alike."""
+
+    label: str
+    word: int = 1  # values along a row in the smallest piece of `codes` that can be read
+    unit: float = 1.0  # what decoded numbers are still to be multiplied by
+
+    @abstractmethod
+    def shapes(self, rows: int, cols: int, block: Block) -> dict[str, tuple[int, ...]]:
+        """The shape of each part of a matrix."""
+
+    @abstractmethod
+    def decode(self, codes: Tensor) -> Tensor:
+        """Codes (n, ...) of n rows as float32 (n, values of a row), contiguous. ValueError: NaN or Inf."""
+
+    @abstractmethod
+    def encode(self, numbers: Tensor) -> Tensor:
+        """The codes nearest to float32 numbers, ties to even; those out of range become the outermost."""
+
+    @abstractmethod
+    def grids(self, parts: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
+        """Scales and zero points (None for none) of all blocks, float32, from the parts other than codes."""
+
+    @abstractmethod
+    def fresh(self, low: Tensor, high: Tensor, dtypes: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
+        """Parts other than codes, for blocks whose values go from `low` to `high`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Quantised:
+    """One tensor of real numbers, (R, C) or a stack (E, R, C), and the stored tensors that it is made of."""
+
+    name: str
+    shape: tuple[int, ...]
+    codec: Codec
+    block: Block
+    parts: Mapping[str, str]  # role -> name of the stored tensor
+    beside: Mapping[str, str] = field(default_factory=dict)  # stored tensors that its values do not depend on
+
+    @property
+    def codes(self) -> str:
+        """The stored tensor of the codes."""
+        return self.parts[CODES]
+
+
+def dequantise(
+    codec: Codec,
+    block: Block,
+    codes: Tensor,
+    grids: tuple[Tensor, Tensor | None],
+    dtype: torch.dtype,
+    *,
+    row: int = 0,
+    cols: tuple[int, int] | None = None,
+) -> Tensor:
+    """Values of rows `row` and following as stored in `codes` (n, ...), columns `cols` (from, to) of them.
+
+    `codes` begin at the word that column `cols[0]` lies in; `grids` are those of the whole matrix.
+    """
+    scale, zero = grids
+    scale = scale * codec.unit if codec.unit != 1 else scale
+    rows = codes.shape[0]
+    if rows == 0 or codes.numel() == 0:
+        width = 0 if cols is None else cols[1] - cols[0]
+        return torch.empty(rows, width, dtype=dtype)
+    begin = 0 if cols is None else cols[0] // codec.word * codec.word
+    step = max(1, CHUNK * rows // (codes.numel() * codec.word))
+    result: Tensor | None = None
+    for first in range(0, rows, step):
+        numbers = codec.decode(codes[first : first + step])
+        if zero is not None:
+            apply_(Tensor.sub_, numbers, zero, block, row + first, begin)
+        apply_(Tensor.mul_, numbers, scale, block, row + first, begin)
+        if cols is not None:
+            numbers = numbers[:, cols[0] - begin : cols[1] - begin]
+        if step >= rows:
+            return numbers.to(dtype)
+        if result is None:
+            result = torch.empty(rows, numbers.shape[1], dtype=dtype)
+        result[first : first + step].copy_(numbers)
+    assert result is not None
+    return result
+
+
+def quantise(
+    codec: Codec,
+    block: Block,
+    values: Tensor,
+    dtypes: Mapping[str, torch.dtype],
+    parts: Mapping[str, Tensor] | None = None,
+) -> dict[str, Tensor]:
+    """All parts of a matrix of finite values: with the `parts` given beside the codes, or new ones."""
+    values = values.float()
+    if parts is None:
+        parts = codec.fresh(*extremes(values, block), dtypes)
+    scale, zero = codec.grids(parts)
+    numbers = values.clone()
+    apply_(Tensor.div_, numbers, scale.where(scale != 0, 1.0), block, 0, 0)
+    if zero is not None:
+        apply_(Tensor.add_, numbers, zero, block, 0, 0)
+    return {CODES: codec.encode(numbers), **parts}
+
+
+def requantise(
+    codec: Codec,
+    block: Block,
+    values: Tensor,
+    dtype: torch.dtype,
+    dtypes: Mapping[str, torch.dtype],
+    parts: Mapping[str, Tensor] | None,
+) -> dict[str, Tensor]:
+    """All parts of a matrix: with the source's own `parts` where they give exactly these values in `dtype`.
+
+    So a tensor that nobody has changed comes back code by code, and one that was trained has its own scales.
+    """
+    if parts is not None:
+        found = quantise(codec, block, values, dtypes, parts)
+        cols = (0, values.shape[1])
+        again = dequantise(codec, block, found[CODES], codec.grids(parts), dtype, cols=cols)
+        if torch.equal(again.float(), values.float()):
+            return found
+    if not torch.isfinite(values).all():
+        raise ValueError("NaN or Inf has no code in any quantised format")
+    return quantise(codec, block, values, dtypes)

@@ -1,0 +1,36 @@
+"""How the formats find the parts of a tensor: names beside a name, shapes that fit."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from isthmus.checkpoint.header import Defects, TensorInfo
+from isthmus.quant.settings import Settings
+
+
+@dataclass(slots=True)
+class Checkpoint:
+    """The stored tensors, what the config says of them, and what is wrong with them so far."""
+
+    tensors: Mapping[str, TensorInfo]
+    settings: Settings | None
+    defects: Defects
+    reported: set[str] = field(default_factory=set)  # tensors in a defect, and what belongs to them
+
+    def beside(self, name: str, endings: Iterable[str]) -> dict[str, str]:
+        """Ending -> tensor, of those that are there: `X_scale` beside `X`, `X.scale` for `X.weight`."""
+        found = {}
+        for ending in endings:
+            stem = name.removesuffix(".weight") if ending.startswith(".") else name
+            if stem + ending in self.tensors:
+                found[ending] = stem + ending
+        return found
+
+    def wrong(self, what: str, name: str, detail: str = "", also: Iterable[str] = ()) -> None:
+        """A defect of the tensor `name`, and of `also` with it."""
+        self.defects.add(what, name, detail)
+        self.reported |= {name, *also}
+
+
+def fits(shape: Sequence[int], *expected: int) -> bool:
+    """Whether a stored shape is the expected one, up to dims of 1: (), (1,) and (1, 1) are one number."""
+    return [size for size in shape if size != 1] == [size for size in expected if size != 1]
