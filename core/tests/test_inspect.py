@@ -12,10 +12,10 @@ from types import ModuleType
 import pytest
 
 from isthmus import cli, registry
-from isthmus.checkpoint.quantised import refuse_quantised
 from isthmus.checkpoint.reader import CheckpointReader
 from isthmus.config import HFConfig
 from isthmus.family import Family
+from isthmus.quant.find import find_or_refuse
 from isthmus.tiny import Tiny
 from isthmus.weights import WeightMap, column, ignore, passthrough, same, scope
 
@@ -185,17 +185,21 @@ def test_stacked_experts_are_fused(folder: Callable[..., Path], capsys: pytest.C
     assert inspect(path, capsys, expected_code=1)["experts"] == {"layout": "fused", "count": 5}
 
 
-def test_quantisation_is_seen_in_config_and_dtypes(
+def test_quantisation_is_seen_in_config_dtypes_and_a_sample(
     folder: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = folder(
-        CHECKPOINT | {"model.embed.weight": ("F8_E4M3", (100, 8))},
+        CHECKPOINT
+        | {"model.embed.weight": ("F8_E4M3", (100, 8)), "model.embed.weight_scale": ("F32", (100, 1))},
         quantization_config={"quant_method": "fp8", "fmt": "e4m3"},
     )
+    label = "FP8 e4m3, a scale for each row"
     assert inspect(path, capsys)["quantization"] == {
         "method": "fp8",
         "format": "e4m3",
         "dtypes": ["float8_e4m3fn"],
+        "tensors": {label: 1},
+        "sample": [{"name": "model.embed.weight", "format": label, "std_codes": 0.0, "std_values": 0.0}],
     }
 
 
@@ -225,10 +229,11 @@ def test_what_an_import_would_refuse_is_called_quantised(
 ) -> None:
     path = folder(CHECKPOINT | tensors, **config)
     with CheckpointReader(path) as reader:
-        refusal = pytest.raises(ValueError, match="is quantised") if expected else nullcontext()
+        refusal = pytest.raises(ValueError, match="quantised") if expected else nullcontext()
         with refusal:
-            refuse_quantised(config, reader.tensors)
-    assert inspect(path, capsys, expected_code=1 if tensors else 0)["quantization"] == expected
+            find_or_refuse(config, reader.tensors, path)
+    code = 2 if expected else 1
+    assert inspect(path, capsys, expected_code=code)["quantization"] == expected
 
 
 def test_a_checkpoint_of_no_installed_family_is_described_and_refused(

@@ -1,11 +1,11 @@
-"""Quantised sources are told from plain ones and refused."""
+"""Quantised sources that cannot be read are told from plain ones and refused."""
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from isthmus.checkpoint.quantised import refuse_quantised
 from isthmus.checkpoint.reader import CheckpointReader
+from isthmus.quant.find import find_or_refuse
 
 FLOAT8, UINT8 = torch.zeros(2).to(torch.float8_e4m3fn), torch.zeros(2).to(torch.uint8)
 QUANTISED = {
@@ -32,8 +32,8 @@ def test_a_quantised_checkpoint_is_refused(tmp_path, case):
     config, tensors, message = QUANTISED[case]
     tensors = {name: tensor.clone() for name, tensor in tensors.items()}
     save_file(tensors or {"w": torch.zeros(1)}, tmp_path / "model.safetensors")
-    with CheckpointReader(tmp_path) as reader, pytest.raises(ValueError, match="is quantised") as caught:
-        refuse_quantised(config, reader.tensors)
+    with CheckpointReader(tmp_path) as reader, pytest.raises(ValueError, match="quantised") as caught:
+        find_or_refuse(config, reader.tensors, tmp_path)
     assert message in str(caught.value)
 
 
@@ -48,4 +48,4 @@ def test_integers_and_names_alone_do_not_make_a_checkpoint_quantised(tmp_path):
     }
     save_file(tensors, tmp_path / "model.safetensors")
     with CheckpointReader(tmp_path) as reader:
-        refuse_quantised({"text_config": {"quantization_config": None}}, reader.tensors)
+        assert not find_or_refuse({"text_config": {"quantization_config": None}}, reader.tensors, tmp_path)

@@ -95,7 +95,7 @@ class AutoBridge:
 
     @cached_property
     def reader(self) -> Any:
-        """The checkpoint's tensors as real numbers, headers only until they are read. ValueError: there are none."""
+        """The checkpoint's tensors as real numbers; headers only until they are read. ValueError: none."""
         from isthmus.checkpoint.dequantised import open_checkpoint
 
         if self.folder is None:
@@ -255,22 +255,29 @@ class AutoBridge:
         self,
         model: Model,
         *,
-        dtype: torch.dtype | str = "source",
+        dtype: torch.dtype | str = "auto",
         cpu: bool = True,
         ranks: str = "all",
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (HF name, tensor), in the same order on every rank. Collective: run it to its end.
 
-        `dtype` "source" is the checkpoint's dtype for each tensor. `ranks` "all" yields every tensor on every
-        rank, "owner" each on one rank only, which spares the broadcast. A tensor may be a view of the model's
-        own memory (on a CPU it often is): clone what is written to, or kept while the model trains on.
+        `dtype` "auto" is the checkpoint's dtype for each tensor, and that of its real numbers where it is
+        quantised; "source" gives codes and scales there, under the checkpoint's own names. `ranks` "all"
+        yields every tensor on every rank, "owner" each on one rank only, which spares the broadcast. A tensor
+        may be a view of the model's own memory (on a CPU it often is): clone what is written to, or kept
+        while the model trains on.
         """
         from isthmus.checkpoint.export import stream
 
         if ranks not in ("all", "owner"):
             raise ValueError(f"ranks must be 'all' or 'owner', got {ranks!r}")
+        requantiser = self._requantiser(dtype)
         for name, tensor in stream(self._plan(self._checked(model), dtype), everywhere=ranks == "all"):
-            yield name, tensor.cpu() if cpu else tensor
+            if requantiser is None or name not in requantiser:
+                yield name, tensor.cpu() if cpu else tensor
+            else:
+                for stored, part in requantiser.whole(name, tensor):
+                    yield stored, part if cpu else part.to(tensor.device)
 
     @collector_paused()
     def save_hf_pretrained(
@@ -278,7 +285,7 @@ class AutoBridge:
         model: Model,
         out_dir: str | Path,
         *,
-        dtype: torch.dtype | str = "source",
+        dtype: torch.dtype | str = "auto",
         max_shard_size: str | int = "5GB",
         overwrite: bool = False,
         passthrough: bool = True,
@@ -286,7 +293,8 @@ class AutoBridge:
     ) -> None:
         """Write a folder that transformers, vLLM and SGLang load. Collective; atomic: all of it or nothing.
 
-        `passthrough` copies the source tensors that the model was built without (its MTP block, ...).
+        `passthrough` copies the source tensors that the model was built without (its MTP block, ...). `dtype`
+        "auto" writes a quantised source's weights as plain numbers, "source" in its own quantised format.
         """
         from isthmus.checkpoint.save import config_changes, save
 
@@ -298,6 +306,7 @@ class AutoBridge:
             Path(out_dir),
             coverage=coverage,
             config_changes=config_changes(as_dtype(dtype), coverage, passthrough),
+            requantiser=self._requantiser(dtype),
             max_shard_size=max_shard_size,
             overwrite=overwrite,
             passthrough=passthrough,
@@ -374,11 +383,13 @@ class AutoBridge:
         from isthmus.names import live_tensors, unwrapped
 
         source = self.reader.tensors if self.folder is not None else {}
-        wanted = as_dtype(dtype)
+        wanted, requantiser = as_dtype(dtype), self._requantiser(dtype)
 
         def dtype_of(name: str, held: torch.dtype) -> torch.dtype:
             if wanted is not None:
                 return wanted
+            if requantiser is not None and name in requantiser:
+                return held  # rounded once: to its codes
             return source[name].dtype if name in source else held
 
         order = {name: position for position, name in enumerate(source)}
@@ -389,3 +400,10 @@ class AutoBridge:
             dtype_of=dtype_of,
             order=order or None,
         )
+
+    def _requantiser(self, dtype: torch.dtype | str) -> Any:
+        """What writes a quantised source's format again, where `dtype` asks for it; else None."""
+        from isthmus.checkpoint.requantise import Requantiser
+
+        quantised = self.folder is not None and getattr(self.reader, "quantised", None)
+        return Requantiser(self.reader) if quantised and dtype == "source" else None

@@ -5,7 +5,7 @@ The text is edited, not parsed and written anew: order, indentation, spelling of
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +45,19 @@ def write_config(source_text: str, changes: Mapping[str, Any], *, only_stated: b
             if json.dumps(json.loads(text[field.value : field.end])) != json.dumps(value):
                 margin = _margin(text, field.start)
                 text = text[: field.value] + _dumped(value, margin, len(field.path)) + text[field.end :]
+    return text
+
+
+def remove_config(source_text: str, names: Collection[str]) -> str:
+    """The source's config.json without the fields `names`, at the top level and in sections `*_config`."""
+    text = source_text
+    while found := [field for field in _fields(text) if any(_meant(field.path, (name,)) for name in names)]:
+        first = found[0]
+        at, begin = _skip(text, first.end), len(text[: first.start].rstrip(" \t\r\n"))
+        if text[at] == ",":  # what follows takes its place
+            text = text[: first.start] + text[_skip(text, at + 1) :]
+        else:  # the last one: the comma before it goes too
+            text = text[: begin - (text[begin - 1] == ",")] + text[first.end :]
     return text
 
 

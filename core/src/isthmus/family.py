@@ -54,6 +54,6 @@ class Family:
             about = f"{plain.about}; {QUANTISED[storage]}"
             return dataclasses.replace(plain, about=about, quantised=storage, fused_experts=fused)
         raise LookupError(
-            f"family {self.name} has no tiny variant {name!r} (it has: {', '.join(variants) or 'none'}; each of"
-            f" them quantised, as in default+fp8_block: {', '.join(QUANTISED)})"
+            f"family {self.name} has no tiny variant {name!r} (it has: {', '.join(variants) or 'none'}; each"
+            f" of them quantised, as in default+fp8_block: {', '.join(QUANTISED)})"
         )

@@ -6,7 +6,6 @@ from typing import Any
 
 from isthmus.config import HFConfig
 
-
 # Ways to quantise any variant of any family, and what each is; `isthmus.testing.quantised` does it.
 QUANTISED: Mapping[str, str] = {
     "fp8_block": "FP8 e4m3, a float32 scale for each block, as DeepSeek-V3 and Qwen3 have it",

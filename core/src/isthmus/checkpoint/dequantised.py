@@ -22,9 +22,15 @@ type Span = slice | None
 
 
 def open_checkpoint(folder: str | Path, config: Mapping[str, Any]) -> "CheckpointReader | DequantisedReader":
-    """A reader of real numbers, for the config.json `config`. ValueError: codes that cannot be read as such."""
-    stored = CheckpointReader(folder)
-    quantised = find_or_refuse(config, stored.tensors, folder)
+    """A reader of real numbers, with config.json `config`. ValueError: codes that cannot be read so."""
+    return dequantised(CheckpointReader(folder), config)
+
+
+def dequantised(
+    stored: CheckpointReader, config: Mapping[str, Any]
+) -> "CheckpointReader | DequantisedReader":
+    """A reader of real numbers over one of stored tensors; the same where they are plain. Raises as above."""
+    quantised = find_or_refuse(config, stored.tensors, stored.folder)
     return DequantisedReader(stored, quantised, plain_dtype(config)) if quantised else stored
 
 
@@ -55,23 +61,21 @@ class DequantisedReader:
         self.stored = stored
         self.quantised = quantised
         self.dtype = dtype
-        self.tensors: Mapping[str, TensorInfo] = MappingProxyType(
-            logical(stored.tensors, quantised, dtype)
-        )
+        self.tensors: Mapping[str, TensorInfo] = MappingProxyType(logical(stored.tensors, quantised, dtype))
         self.bytes_read = 0  # bytes of dequantised tensors handed out by `slice`
         self._last: tuple[str, int | None] | None = None  # the matrix of `_grids`
         self._grids: tuple[Tensor, Tensor | None] | None = None
 
-    def slice(
-        self, name: str, rows: Span = None, cols: Span = None, index: int | None = None
-    ) -> Tensor:
+    def slice(self, name: str, rows: Span = None, cols: Span = None, index: int | None = None) -> Tensor:
         """`tensor[index]` where given, then its `[rows, cols]`; as :meth:`CheckpointReader.slice`.
 
         ValueError where a code or a scale in it is NaN or Inf.
         """
         item = self.quantised.get(name)
         result = (
-            self.stored.slice(name, rows, cols, index) if item is None else self._values(item, rows, cols, index)
+            self.stored.slice(name, rows, cols, index)
+            if item is None
+            else self._values(item, rows, cols, index)
         )
         self.bytes_read += result.nbytes
         return result
@@ -102,9 +106,7 @@ class DequantisedReader:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _values(
-        self, item: Quantised, rows: Span, cols: Span, index: int | None
-    ) -> Tensor:
+    def _values(self, item: Quantised, rows: Span, cols: Span, index: int | None) -> Tensor:
         info = self.tensors[item.name]
         shape = list(item.shape)
         if index is not None:

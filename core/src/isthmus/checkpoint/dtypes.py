@@ -14,12 +14,12 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def as_dtype(name: torch.dtype | str) -> torch.dtype | None:
-    """A dtype by name; None for "source"."""
-    if name == "source":
+    """A dtype by name; None for "auto" and "source"."""
+    if name in ("auto", "source"):
         return None
     dtype = name if isinstance(name, torch.dtype) else getattr(torch, str(name), None)
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise ValueError(f"dtype must be source, float32, bfloat16 or float16, got {name!r}")
+        raise ValueError(f"dtype must be auto, source, float32, bfloat16 or float16, got {name!r}")
     return dtype
 
 

@@ -1,16 +1,30 @@
-"""What a Megatron checkpoint remembers of the HF checkpoint it came from: its config, its tensors' kinds."""
+"""What a Megatron checkpoint remembers of the HF checkpoint it came from: its config, its tensors' kinds.
+
+Of a quantised one also its scales, which are small: with them an export gives the same codes again.
+"""
 
 import json
 from collections.abc import Iterable, Mapping
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
-from isthmus.checkpoint.header import CODES, DTYPES, TensorInfo
+from isthmus.checkpoint.dequantised import logical, small_parts
+from isthmus.checkpoint.header import CODES as NAMES
+from isthmus.checkpoint.header import DTYPES, TensorInfo
+from isthmus.checkpoint.index import SINGLE
+from isthmus.checkpoint.reader import CheckpointReader
+from isthmus.checkpoint.writer import OutputTensor, ShardWriter
 from isthmus.json_text import parse_json
+from isthmus.quant.codec import CODES, Quantised
+from isthmus.quant.find import find_or_refuse
+from isthmus.quant.settings import plain_dtype
 
 SOURCE = "source.json"
+SCALES = "scales"  # a folder with all stored tensors of quantised weights but for the codes
 _VERSION = 1
 
 
@@ -20,7 +34,12 @@ class Manifest:
     def __init__(self, folder: Path, config_text: str, tensors: Iterable[TensorInfo]) -> None:
         self.folder = folder
         self.config_text = config_text  # config.json, letter by letter
-        self.tensors: Mapping[str, TensorInfo] = MappingProxyType({info.name: info for info in tensors})
+        config = json.loads(config_text)
+        stored = {info.name: info for info in tensors}
+        self.quantised = find_or_refuse(config, stored, folder / SOURCE)
+        self.dtype = plain_dtype(config)
+        self.stored = StoredScales(folder, stored)
+        self.tensors: Mapping[str, TensorInfo] = MappingProxyType(logical(stored, self.quantised, self.dtype))
 
     def slice(
         self, name: str, rows: slice | None = None, cols: slice | None = None, index: int | None = None
@@ -30,11 +49,50 @@ class Manifest:
             f"{self.folder / SOURCE} describes {name} but does not hold it; give the HF checkpoint (--hf)"
         )
 
+    def parts(self, name: str, index: int | None = None) -> dict[str, torch.Tensor]:
+        """As :meth:`DequantisedReader.parts`."""
+        return small_parts(self.quantised[name], self.stored, index)
+
+
+class StoredScales:
+    """The stored tensors of a quantised checkpoint: all by name, those that are no codes with their data."""
+
+    def __init__(self, folder: Path, tensors: Mapping[str, TensorInfo]) -> None:
+        self._folder = folder / SCALES
+        self.tensors = tensors
+
+    @cached_property
+    def _reader(self) -> CheckpointReader:
+        return CheckpointReader(self._folder)
+
+    def slice(self, name: str, *, index: int | None = None) -> torch.Tensor:
+        """A scale, or matrix `index` of a stack of them."""
+        return self._reader.slice(name, index=index)
+
+
+def save_scales(folder: Path, reader: Any) -> None:
+    """Writes what :class:`StoredScales` reads; nothing where `reader` is of a plain checkpoint."""
+    quantised: Mapping[str, Quantised] = getattr(reader, "quantised", {})
+    names = [
+        name
+        for item in quantised.values()
+        for role, name in (*item.parts.items(), *item.beside.items())
+        if role != CODES
+    ]
+    if not names:
+        return
+    (folder / SCALES).mkdir()
+    infos = [reader.stored.tensors[name] for name in dict.fromkeys(names)]
+    outputs = [OutputTensor(info.name, info.dtype, info.shape) for info in infos]
+    with ShardWriter(folder / SCALES / SINGLE, outputs) as writer:
+        for info in infos:
+            writer.write(info.name, reader.stored.slice(info.name))
+
 
 def save_manifest(folder: str | Path, config_text: str, tensors: Iterable[TensorInfo]) -> None:
     """Writes source.json into a folder; `config_text` is the checkpoint's config.json as it is."""
     listed = [
-        {"name": info.name, "dtype": CODES[info.dtype], "shape": info.shape, "file": info.file}
+        {"name": info.name, "dtype": NAMES[info.dtype], "shape": info.shape, "file": info.file}
         for info in tensors
     ]
     # A line for each tensor: a diff of two manifests shows what differs.

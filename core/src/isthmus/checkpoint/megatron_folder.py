@@ -6,6 +6,7 @@
 ``release/``, ``iter_0000100/``        Megatron's distributed checkpoints
 ``megatron_args.txt``                  the model as arguments of Megatron's training script
 ``source.json``                        the HF checkpoint's config.json, and its tensors without data
+``scales/``                            a quantised HF checkpoint's scales, in its own names and dtypes
 ``hf/``                                the HF checkpoint's config.json and side files
 ``isthmus.json``                       versions, and the family's own choices (which delta net)
 =====================================  =================================================================
@@ -22,7 +23,7 @@ from typing import Any
 
 from isthmus.built import fields_of
 from isthmus.checkpoint.folder import Staging, carry_side_files
-from isthmus.checkpoint.manifest import save_manifest
+from isthmus.checkpoint.manifest import save_manifest, save_scales
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
@@ -80,7 +81,9 @@ def describe(bridge: Any, config: Any, staging: Staging) -> list[str]:
     _write(folder / TRACKER, RELEASE)
     _write(folder / ARGUMENTS, " ".join(words))
     _write(folder / NOTE, json.dumps(_note(config), indent=2))
-    save_manifest(folder, bridge.config_text, bridge.reader.tensors.values())
+    stored = getattr(bridge.reader, "stored", bridge.reader)
+    save_manifest(folder, bridge.config_text, stored.tensors.values())
+    save_scales(folder, bridge.reader)
     (folder / HF).mkdir()
     (folder / HF / "config.json").write_text(bridge.config_text, encoding="utf-8")
     carry_side_files(bridge.folder, staging, HF)

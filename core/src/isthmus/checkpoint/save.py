@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 import torch
 
 from isthmus.checkpoint.dtypes import name_of
-from isthmus.checkpoint.export import ExportPlan
+from isthmus.checkpoint.export import ExportPlan, Piece
 from isthmus.checkpoint.folder import Staging, carry_side_files
 from isthmus.checkpoint.gather import agree, from_first
+from isthmus.checkpoint.requantise import Requantiser
 from isthmus.checkpoint.writer import (
     OutputTensor,
     ShardWriter,
@@ -18,9 +19,12 @@ from isthmus.checkpoint.writer import (
     split_files,
     write_index,
 )
-from isthmus.config_text import write_config
+from isthmus.config_text import remove_config, write_config
+from isthmus.quant.settings import KEYS
 from isthmus.weights import Coverage, collapse
 
+# A side file that says how the weights are quantised: not of the plain ones.
+QUANTISED_SIDE_FILES = ("hf_quant_config.json",)
 # What stops one rank. The others are told before it is raised: none may wait for one that has given up.
 _FAILURES = (OSError, ValueError, LookupError)
 
@@ -44,18 +48,27 @@ def save(
     overwrite: bool,
     passthrough: bool,
     copied_dtype: torch.dtype | None,
+    requantiser: Requantiser | None,
     advance: Callable[[int], None],
 ) -> None:
     """Write the planned tensors and everything else of `source` (a bridge) to `target`. Collective.
 
-    `copied_dtype` is that of the tensors passed through, None for the source's own.
+    `copied_dtype` is that of the tensors passed through, None for the source's own. With a `requantiser` the
+    quantised tensors of the source are written as it stores them, without one as plain numbers.
 
     ValueError or OSError on every rank alike; then the target is as it was.
     """
     names = coverage.passed_through if passthrough else ()
-    copied = {name: copied_dtype or source.reader.tensors[name].dtype for name in names}
-    _check_names(planned.outputs, source, coverage, copied)
-    files = _files(_owned(planned, source, copied), parse_size(max_shard_size))
+    _check_names(planned.outputs, source, coverage, names)
+    reader = source.reader if names else None
+    if requantiser is not None and reader is not None:
+        names, reader = [part for name in names for part in requantiser.names(name)], reader.stored
+    copied = [
+        OutputTensor(name, copied_dtype or reader.tensors[name].dtype, reader.tensors[name].shape)
+        for name in names
+        if reader is not None
+    ]
+    files = _files(_owned(planned, requantiser, copied), parse_size(max_shard_size))
     staged: list[Staging] = []  # on the first rank
 
     def stage() -> Path:
@@ -66,8 +79,9 @@ def save(
 
     folder = from_first(stage)
     try:
-        agree(_write(planned, source, files, copied, folder, advance))
-        agree(_finish(source, files, staged[0], config_changes) if staged else None)
+        agree(_write(planned, reader, files, copied, requantiser, folder, advance))
+        plain = requantiser is None
+        agree(_finish(source, files, staged[0], config_changes, plain) if staged else None)
     except BaseException:
         for staging in staged:
             staging.discard()
@@ -76,9 +90,10 @@ def save(
 
 def _write(
     planned: ExportPlan,
-    source: Any,
+    reader: Any,
     files: Sequence[_File],
-    copied: Mapping[str, torch.dtype],
+    copied: Sequence[OutputTensor],
+    requantiser: Requantiser | None,
     folder: Path,
     advance: Callable[[int], None],
 ) -> Exception | None:
@@ -92,18 +107,18 @@ def _write(
                 writers |= dict.fromkeys((tensor.name for tensor in file.tensors), writer)
     except _FAILURES as failure:
         error = failure
-    for name, index, parts in planned.pieces():
+    for piece in planned.pieces():
         if error is None:
-            error = _write_one(writers[name], name, parts, index)
-            advance(sum(part.nbytes for part in parts))
-    for name in copied:
-        if error is None and name in writers:
+            error = _write_piece(writers, piece, requantiser)
+            advance(sum(part.nbytes for part in piece.parts))
+    for output in copied:
+        if error is None and output.name in writers:
             try:
-                tensor = source.reader.slice(name).to(copied[name])
+                tensor = reader.slice(output.name).to(output.dtype)
             except _FAILURES as failure:
                 error = failure
                 continue
-            error = _write_one(writers[name], name, [tensor], None)
+            error = _write_one(writers[output.name], output.name, [tensor], None)
             advance(tensor.nbytes)
     for writer in dict.fromkeys(writers.values()):
         try:
@@ -111,6 +126,21 @@ def _write(
         except _FAILURES as failure:
             error = error or failure
     return error
+
+
+def _write_piece(
+    writers: Mapping[str, ShardWriter], piece: Piece, requantiser: Requantiser | None
+) -> Exception | None:
+    """A tensor, or all that it is stored as."""
+    name, index, parts = piece
+    if requantiser is None or name not in requantiser:
+        return _write_one(writers[name], name, parts, index)
+    try:
+        for stored, row, tensor in requantiser(name, index, piece.tensor):
+            writers[stored].write(stored, tensor, index=row)
+    except _FAILURES as failure:
+        return failure
+    return None
 
 
 def _write_one(
@@ -124,7 +154,7 @@ def _write_one(
 
 
 def _finish(
-    source: Any, files: Sequence[_File], staging: Staging, changes: Mapping[str, Any]
+    source: Any, files: Sequence[_File], staging: Staging, changes: Mapping[str, Any], plain: bool
 ) -> Exception | None:
     """Index, config and side files, then the rename; on the first rank only."""
     try:
@@ -132,6 +162,10 @@ def _finish(
         if source.folder is not None:
             carry_side_files(source.folder, staging)
         text = write_config(source.config_text, changes, only_stated=True)
+        if plain:
+            text = remove_config(text, KEYS)
+            for name in QUANTISED_SIDE_FILES:
+                (staging.path / name).unlink(missing_ok=True)
         (staging.path / "config.json").write_text(text, encoding="utf-8")
         staging.publish()
     except _FAILURES as failure:
@@ -155,17 +189,17 @@ def _check_names(outputs: Iterable[str], source: Any, coverage: Coverage, copied
 
 
 def _owned(
-    planned: ExportPlan, source: Any, copied: Mapping[str, torch.dtype]
+    planned: ExportPlan, requantiser: Requantiser | None, copied: Sequence[OutputTensor]
 ) -> dict[int, list[OutputTensor]]:
     """All tensors to write, by owner; those copied from the source go to who has the least to write."""
     owned: dict[int, list[OutputTensor]] = {rank: [] for rank in range(planned.world_size)}
     for name, tensor in planned.outputs.items():
-        owned[planned.owners[name]].append(tensor)
+        owned[planned.owners[name]] += [tensor] if requantiser is None else requantiser.outputs(tensor)
     load = {rank: sum(tensor.nbytes for tensor in tensors) for rank, tensors in owned.items()}
-    for name, dtype in copied.items():
+    for tensor in copied:
         owner = min(load, key=load.__getitem__)
-        owned[owner].append(OutputTensor(name, dtype, source.reader.tensors[name].shape))
-        load[owner] += owned[owner][-1].nbytes
+        owned[owner].append(tensor)
+        load[owner] += tensor.nbytes
     return owned
 
 

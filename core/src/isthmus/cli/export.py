@@ -25,9 +25,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     config_options.add_arguments(parser)
     parser.add_argument(
         "--dtype",
-        choices=("source", *model.DTYPES),
-        default="source",
-        help="dtype of the tensors written (default: source, each as in HF_DIR)",
+        choices=("auto", "source", *model.DTYPES),
+        default="auto",
+        help="of the tensors written (default: auto, each as in HF_DIR, quantised ones as plain numbers of"
+        " the config's dtype); source quantises those again, in the format of HF_DIR",
     )
     parser.add_argument(
         "--passthrough",

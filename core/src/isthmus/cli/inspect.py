@@ -1,5 +1,7 @@
 """What a checkpoint holds and what becomes of each tensor, from its headers alone.
 
+Of a quantised one also a sample is read, to show what the scales make of the codes.
+
 Exit code 1 where a tensor has no rule or another shape than the config makes it, or a rule finds no tensor. A
 checkpoint that no installed family reads is still described, then the request fails with the family's error.
 """
@@ -31,20 +33,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Describe HF_DIR; 1 where coverage is incomplete."""
+    from isthmus.checkpoint.dequantised import dequantised
     from isthmus.checkpoint.reader import CheckpointReader
     from isthmus.checkpoint.source import read_config, resolve
     from isthmus.config import HFConfig
 
     folder = resolve(args.hf_dir)
     config = HFConfig.from_text(read_config(folder))
-    with CheckpointReader(folder) as reader:
-        tensors = reader.tensors
-    document = {"folder": str(folder), **describe(config, tensors)}
-    try:
-        document |= map_tensors(config, tensors)
-        unreadable = None
-    except (LookupError, ValueError) as error:
-        unreadable = error
+    with CheckpointReader(folder) as stored:
+        document = {"folder": str(folder), **describe(config, stored.tensors)}
+        try:
+            reader = dequantised(stored, config.raw)
+            if reader is not stored:
+                document["quantization"] |= {"tensors": formats(reader), "sample": sample(reader)}
+            document |= map_tensors(config, reader.tensors)
+            unreadable = None
+        except (LookupError, ValueError) as error:
+            unreadable = error
     _print(output.console(args), document)
     output.write_json(args, document)
     if unreadable is not None:
@@ -109,12 +114,40 @@ def map_tensors(config: "HFConfig", tensors: Mapping[str, "TensorInfo"]) -> dict
 
 def _quantization(config: "HFConfig", tensors: Mapping[str, "TensorInfo"]) -> dict[str, Any] | None:
     """The method that the config names, and the stored types that are codes, not numbers; None if neither."""
-    from isthmus.checkpoint.quantised import find_quantised
+    from isthmus.quant.find import code_dtypes
+    from isthmus.quant.settings import entries, method_of
 
-    found = find_quantised(config.raw, tensors)
-    if not found.declared and not found.codes:
+    declared, dtypes = entries(config.raw), code_dtypes(config.raw, tensors)
+    if not declared and not dtypes:
         return None
-    return {"method": found.method, "format": found.format, "dtypes": sorted(found.codes)}
+    entry = next(iter(declared.values()), None)
+    stated = entry.get("fmt", entry.get("format")) if isinstance(entry, Mapping) else None
+    return {"method": method_of(entry) if declared else None, "format": stated, "dtypes": dtypes}
+
+
+def formats(reader: Any) -> dict[str, int]:
+    """How many tensors of a quantised checkpoint each format has."""
+    from collections import Counter
+
+    return dict(Counter(item.label for item in reader.quantised.values()))
+
+
+def sample(reader: Any, rows: int = 256) -> list[dict[str, Any]]:
+    """Of the first tensor of each format, some rows: their spread as codes and as the numbers they mean."""
+    found = {}
+    for name, item in reader.quantised.items():
+        if item.label not in found:
+            index = 0 if len(item.shape) == 3 else None
+            some = slice(0, min(rows, item.shape[-2]))
+            codes = item.codec.decode(reader.stored.slice(item.codes, some, None, index)) * item.codec.unit
+            values = reader.slice(name, some, None, index).float()
+            found[item.label] = {
+                "name": name,
+                "format": item.label,
+                "std_codes": codes.std().item(),
+                "std_values": values.std().item(),
+            }
+    return list(found.values())
 
 
 def _experts(tensors: Mapping[str, "TensorInfo"]) -> dict[str, Any] | None:
@@ -164,6 +197,9 @@ def _print(out: Any, document: dict[str, Any]) -> None:
         f" {document['tensors']:,} tensors in {output.counted(document['files'], 'file')}",
     )
     facts.add_row("quantisation", "none" if quantization is None else _words(quantization))
+    for row in (quantization or {}).get("sample", ()):
+        spread = f"std {row['std_codes']:.3g} as codes, {row['std_values']:.3g} as numbers"
+        facts.add_row("", f"{quantization['tensors'][row['format']]} tensors {row['format']}: {spread}")
     facts.add_row("experts", "none" if experts is None else f"{experts['count']}, {experts['layout']}")
     facts.add_row("tied embeddings", "not stated" if tie is None else "yes" if tie else "no")
     if document["family"] is not None:
@@ -204,7 +240,7 @@ def _words(values: Mapping[str, Any]) -> str:
     """`layers 1; tensors 20`: what a small dict says."""
     told = []
     for key, value in values.items():
-        if value not in (None, []):
+        if value not in (None, []) and key not in ("tensors", "sample"):
             words = (
                 ", ".join(value)
                 if isinstance(value, list)

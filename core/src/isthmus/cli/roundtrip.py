@@ -1,4 +1,4 @@
-"""Import a checkpoint into Megatron, export it again, compare bit for bit.
+"""Import a checkpoint into Megatron, export it again, compare bit for bit; of a quantised one, its codes.
 
 Exit code 1 where a tensor of OUT_DIR is not the source's, bit for bit, or has no counterpart.
 """
@@ -70,20 +70,21 @@ def on_rank(layout: "Layout", hf_dir: Path, out_dir: Path, overwrite: bool) -> d
         chunks = model.build(bridge, layout)
     with watch("load"):
         report = model.load(bridge, chunks)
-    nbytes = sum(info.nbytes for info in bridge.reader.tensors.values())
+    source = getattr(bridge.reader, "stored", bridge.reader)  # codes and scales of a quantised one
+    nbytes = sum(info.nbytes for info in source.tensors.values())
     rank, size = dist.get_rank(), dist.get_world_size()
     with watch("export"), progress("exporting", nbytes // size) as advance:
-        bridge.save_hf_pretrained(chunks, out_dir, overwrite=overwrite, advance=advance)
+        bridge.save_hf_pretrained(chunks, out_dir, dtype="source", overwrite=overwrite, advance=advance)
     dist.barrier()
     with (
         watch("compare"),
         CheckpointReader(out_dir) as written,
         progress("comparing", nbytes // size) as advance,
     ):
-        outcome = compare(bridge.reader, written, rank=rank, size=size, advance=advance)
+        outcome = compare(source, written, rank=rank, size=size, advance=advance)
     return {
         "model_type": bridge.hf_config.model_type,
-        "source_tensors": len(bridge.reader.tensors),
+        "source_tensors": len(source.tensors),
         "report": report,
         "outcome": outcome,
         "peak_rss_mb": model.peak_rss_mb(),

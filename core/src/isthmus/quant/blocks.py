@@ -22,7 +22,7 @@ def apply_(
 ) -> None:
     """`op` (``Tensor.mul_``) on each value and its block's number, in place.
 
-    `values` (contiguous) begins at (`row`, `col`) of the matrix that `grid` (blocks of rows, of columns) is of.
+    `values` (contiguous) begins at (`row`, `col`) of the matrix, `grid` is of all its blocks.
     """
     height, width = block
     rows, cols = values.shape

@@ -57,6 +57,14 @@ class Quantised:
     beside: Mapping[str, str] = field(default_factory=dict)  # stored tensors that its values do not depend on
 
     @property
+    def label(self) -> str:
+        """The format and its blocks, in words."""
+        rows, cols = self.block
+        if cols == self.shape[-1] and rows in (1, self.shape[-2]):
+            return f"{self.codec.label}, a scale for each {'row' if rows == 1 else 'matrix'}"
+        return f"{self.codec.label}, a scale for {rows} x {cols}"
+
+    @property
     def codes(self) -> str:
         """The stored tensor of the codes."""
         return self.parts[CODES]

@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint are codes, and what each is scaled by: from config.json and the headers alone.
+"""Which tensors of a checkpoint are codes, and what each is scaled by: from config.json and headers alone.
 
 The config says what is to be expected; each tensor's dtype, shape and the tensors beside it confirm it. Where
 they disagree, where codes have no scale or a scale no codes, that is an error: a raw code is never a weight.
@@ -17,7 +17,7 @@ from isthmus.quant.codec import Quantised
 from isthmus.quant.layout import Checkpoint
 from isthmus.quant.settings import Settings, read_settings
 
-# A module of each format: `recognise(name, checkpoint)` is the logical tensor whose codes `name` holds, or None.
+# Of each format: the tensor whose codes the stored tensor `name` holds; None where it is not of that format.
 FORMATS: tuple[Callable[[str, Checkpoint], Quantised | None], ...] = (float8.recognise,)
 
 # Floats of a byte or less are codes wherever they stand; integers are where their name or a scale says so.
@@ -79,6 +79,13 @@ def find(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> Found:
     return found
 
 
+def code_dtypes(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> list[str]:
+    """The dtypes of stored tensors that are codes, readable or not; sorted."""
+    found = find(config, tensors)
+    known = {name_of(tensors[item.codes].dtype) for item in found.quantised.values()}
+    return sorted({name_of(i.dtype) for n, i in tensors.items() if _is_code(n, i, tensors)} | known)
+
+
 def find_or_refuse(
     config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], where: Any
 ) -> dict[str, Quantised]:
@@ -88,7 +95,8 @@ def find_or_refuse(
         raise ValueError(found.problem)
     if found.settings is None:
         for dtype, names in found.raw.items():
-            what = f"quantised, and config.json has no quantization_config: {len(names)} tensors hold {dtype} codes"
+            what = "quantised, and config.json has no quantization_config:"
+            what += f" {len(names)} tensors hold {dtype} codes"
             for name in names:
                 found.defects.add(what, name)
     else:

@@ -69,7 +69,9 @@ def recognise(name: str, checkpoint: Checkpoint) -> Quantised | None:
     fmt, all_parts = DTYPES[info.dtype], (*scales.values(), *beside.values())
     said = settings.numbers("float", 8)
     if not said:
-        checkpoint.wrong(f"FP8 codes, and {settings.key} ({settings.method}) says otherwise", name, "", all_parts)
+        checkpoint.wrong(
+            f"FP8 codes, and {settings.key} ({settings.method}) says otherwise", name, "", all_parts
+        )
         return None
     if stated := next((numbers.fmt for numbers in said if numbers.fmt not in (None, fmt)), None):
         checkpoint.wrong(f"FP8 {fmt} codes, and {settings.key} says fmt {stated}", name, "", all_parts)

@@ -55,7 +55,7 @@ def method_of(entry: Any) -> str:
 
 
 def read_settings(config: Mapping[str, Any]) -> Settings | None:
-    """The config's one entry; None where it has none. ValueError: several that differ, or an unknown method."""
+    """The config's one entry; None where it has none. ValueError: several that differ, unknown method."""
     found = entries(config)
     if not found:
         return None
@@ -65,8 +65,8 @@ def read_settings(config: Mapping[str, Any]) -> Settings | None:
     method = method_of(entry)
     if method not in METHODS:
         raise ValueError(
-            f"config.json has {key} ({method}), and this checkpoint is quantised in a way that is not known"
-            f" here (known: {', '.join(METHODS)}). Use the bfloat16 release of the model, or dequantise it first"
+            f"config.json has {key} ({method}): this checkpoint is quantised in a way that is not known here"
+            f" (known: {', '.join(METHODS)}). Use the bfloat16 release of the model, or dequantise it first"
         )
     left = frozenset(
         name
@@ -78,7 +78,7 @@ def read_settings(config: Mapping[str, Any]) -> Settings | None:
 
 
 def plain_dtype(config: Mapping[str, Any]) -> torch.dtype:
-    """The dtype of dequantised weights: what config.json states, bfloat16 where it states no 16 or 32 bits."""
+    """The dtype of dequantised weights: what config.json states, bfloat16 where it states none."""
     text = config.get("text_config")
     sections = (config, text if isinstance(text, Mapping) else {})
     for stated in (section.get(key) for section in sections for key in ("dtype", "torch_dtype")):

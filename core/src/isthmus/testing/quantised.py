@@ -1,4 +1,4 @@
-"""Tiny checkpoints in every quantised format, of any family: which tensors are quantised, how, under which names.
+"""Tiny checkpoints in every quantised format, of any family: which tensors, how, under which names.
 
 A variant `fp8_block` is the family's default variant stored so; `tied+fp8_block` is another one's.
 """
@@ -16,9 +16,22 @@ from isthmus.quant.codec import CODES, Codec, quantise
 from isthmus.quant.float8 import Float8
 
 # What releases leave as it is: lookup tables, heads, routers and gates, norms, convolutions, joins of MTP.
-LEFT = ("*embed*", "*head*", "*gate.weight", "*router*", "*norm*", "*conv*", "*fc.weight", "*eh_proj*", "*_ba.*")
+LEFT = (
+    "*embed*",
+    "*head*",
+    "*gate.weight",
+    "*router*",
+    "*norm*",
+    "*conv*",
+    "*fc.weight",
+    "*eh_proj*",
+    "*_ba.*",
+)
 LEFT += ("*visual*", "*vision*", "*projector*")
-BLOCK = (48, 48)  # divides hardly any tiny matrix, so that last blocks are partial, and none lies between ranks
+BLOCK = (
+    48,
+    48,
+)  # divides hardly any tiny matrix, so that last blocks are partial, and none lies between ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +62,7 @@ FLOAT32 = {"scale": torch.float32}
 
 STORAGE: Mapping[str, Storage] = {
     # DeepSeek-V3, Qwen3 FP8
-    "fp8_block": Storage(
-        _fp8(weight_block_size=list(BLOCK)), E4M3, _constant(BLOCK), SCALE_INV, FLOAT32
-    ),
+    "fp8_block": Storage(_fp8(weight_block_size=list(BLOCK)), E4M3, _constant(BLOCK), SCALE_INV, FLOAT32),
 }
 
 
@@ -69,7 +80,8 @@ def quantise_tensors(
             continue
         matrices = [tensor] if tensor.dim() == 2 else list(tensor)
         parts = [
-            quantise(storage.codec, storage.block(*matrix.shape), matrix, storage.dtypes) for matrix in matrices
+            quantise(storage.codec, storage.block(*matrix.shape), matrix, storage.dtypes)
+            for matrix in matrices
         ]
         for role, ending in storage.names.items():
             found = [part[role] for part in parts]
@@ -79,6 +91,6 @@ def quantise_tensors(
 
 
 def is_quantised(name: str, tensor: Tensor) -> bool:
-    """Whether a tensor of a plain checkpoint is quantised: matrices and stacks of them, but for :data:`LEFT`."""
+    """Whether a tensor is quantised: matrices and stacks of them are, but for :data:`LEFT`."""
     matrices = tensor.dim() == 2 or (tensor.dim() == 3 and ".experts." in name)
     return matrices and not any(fnmatchcase(name, pattern) for pattern in LEFT)

@@ -12,6 +12,7 @@ from torch.nn.functional import cross_entropy
 
 from isthmus.checkpoint.reader import CheckpointReader
 from isthmus.testing.batch import Batch
+from isthmus.testing.dequantise import plain_folder
 
 
 class Model(NamedTuple):
@@ -42,7 +43,7 @@ class Outputs:
 
 
 def load(folder: Path, dtype: torch.dtype, mtp_reference: str | None = None) -> Model:
-    """Load the checkpoint with transformers, with eager attention, strictly.
+    """Load the checkpoint with transformers, with eager attention, strictly; a quantised one dequantised.
 
     Args:
         mtp_reference: ``module:function`` of the family that loads the prediction block, None for none.
@@ -51,6 +52,14 @@ def load(folder: Path, dtype: torch.dtype, mtp_reference: str | None = None) -> 
         LookupError: transformers has no causal language model for the checkpoint's model_type.
         ValueError: transformers did not find every tensor it needs.
     """
+    with plain_folder(folder) as plain:
+        hf, mtp = _load(plain, dtype, mtp_reference)
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
+    return Model(hf.to(device), mtp.to(device) if mtp else None)
+
+
+def _load(folder: Path, dtype: torch.dtype, mtp_reference: str | None) -> tuple[Any, nn.Module | None]:
+    """HF's model and the prediction block, on the CPU."""
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -73,8 +82,7 @@ def load(folder: Path, dtype: torch.dtype, mtp_reference: str | None = None) -> 
         module, _, name = mtp_reference.partition(":")
         with CheckpointReader(folder) as reader:
             mtp = getattr(importlib.import_module(module), name)(hf, reader)
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
-    return Model(hf.to(device), mtp.to(device) if mtp else None)
+    return hf, mtp
 
 
 def _import_modeling(model_type: str) -> None:
