@@ -9,8 +9,23 @@ from isthmus.config import HFConfig
 # Ways to quantise any variant of any family, and what each is; `isthmus.testing.quantised` does it.
 QUANTISED: Mapping[str, str] = {
     "fp8_block": "FP8 e4m3, a float32 scale for each block, as DeepSeek-V3 and Qwen3 have it",
+    "fp8_block_e5m2": "FP8 e5m2, a bfloat16 scale for each block",
+    "fp8_block_e8m0": "FP8 e4m3, a power of two for each block, named `.scale` as in DeepSeek-V4",
+    "fp8_block_stacked": "fp8_block with stacked experts",
+    "fp8_tensor": "FP8 e4m3, one scale for a tensor and one for its input",
+    "fp8_tensor_stacked": "fp8_tensor with stacked experts and one scale for each expert",
+    "fp8_channel": "FP8 e4m3, a bfloat16 scale for each row, as compressed-tensors has it",
+    "mxfp4": "MXFP4 with stacked experts, as `_blocks` and `_scales`; all else is left",
+    "mxfp4_packed": "FP8 with e8m0 scales, experts in packed MXFP4, as in DeepSeek-V4",
+    "nvfp4": "NVFP4 with two levels of scales, as ModelOpt has it",
+    "nvfp4_packed": "NVFP4 as compressed-tensors has it",
+    "int4": "INT4 in groups of 32, symmetric, as compressed-tensors packs it",
+    "int4_asymmetric": "INT4 in groups of 32 with zero points",
+    "int8": "INT8, a scale for each row, as compressed-tensors has it",
+    "int8_packed": "INT8 in groups of 32 with zero points, packed",
 }
-STACKED: frozenset[str] = frozenset()  # those that stack the experts
+# Those that stack the experts.
+STACKED = frozenset({"fp8_block_stacked", "fp8_tensor_stacked", "mxfp4"})
 
 
 @dataclass(frozen=True, slots=True)

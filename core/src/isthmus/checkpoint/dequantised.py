@@ -81,9 +81,10 @@ class DequantisedReader:
         return result
 
     def parts(self, name: str, index: int | None = None) -> dict[str, Tensor]:
-        """The stored parts beside the codes of a quantised matrix, or of matrix `index` of a stack."""
+        """All stored parts of a quantised matrix, or of matrix `index` of a stack."""
         item = self.quantised[name]
-        return small_parts(item, self.stored, index)
+        codes = self.stored.slice(item.codes, index=index)
+        return {CODES: codes, **small_parts(item, self.stored, index)}
 
     def will_need(self, names: Iterable[str | tuple[str, int | None]]) -> None:
         """Says what `slice` will be asked for; scales are small, and lie where the codes are."""
@@ -134,7 +135,11 @@ class DequantisedReader:
             raise ValueError(f"{self.folder}: {item.codes}: {error}") from error
 
     def _scales(self, item: Quantised, index: int | None) -> tuple[Tensor, Tensor | None]:
-        grids = item.codec.grids(self.parts(item.name, index))
+        if stated := item.beside.get("_shape"):  # compressed-tensors': the header cannot tell it for certain
+            shape = self.stored.slice(stated).tolist()
+            if shape != list(item.shape[-2:]):
+                raise ValueError(f"{self.folder}: {stated} says {shape}, {item.codes} holds {item.shape}")
+        grids = item.codec.grids(small_parts(item, self.stored, index))
         if not torch.isfinite(grids[0]).all():
             names = ", ".join(name for role, name in item.parts.items() if role != CODES)
             raise ValueError(f"{self.folder}: {names}: a scale is NaN or Inf")

@@ -50,7 +50,7 @@ class Manifest:
         )
 
     def parts(self, name: str, index: int | None = None) -> dict[str, torch.Tensor]:
-        """As :meth:`DequantisedReader.parts`."""
+        """As :meth:`DequantisedReader.parts`, without the codes."""
         return small_parts(self.quantised[name], self.stored, index)
 
 

@@ -88,7 +88,8 @@ class Requantiser:
     def _stack(self, item: Quantised, values: Tensor) -> Iterator[tuple[str, None, Tensor]]:
         """The parts of all matrices (E * R, C), which have one scale between them."""
         block = values.shape[0], values.shape[1]
-        for role, part in self._parts(item, block, values, self._reader.parts(item.name, 0)).items():
+        given = {role: part for role, part in self._reader.parts(item.name, 0).items() if role != CODES}
+        for role, part in self._parts(item, block, values, given).items():
             stored = self._stored[item.parts[role]]
             yield stored.name, None, part.reshape(stored.shape)
 

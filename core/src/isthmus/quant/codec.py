@@ -95,11 +95,13 @@ def dequantise(
     result: Tensor | None = None
     for first in range(0, rows, step):
         numbers = codec.decode(codes[first : first + step])
+        if cols is not None and numbers.shape[1] > cols[1] - begin:  # the last word may be filled up
+            numbers = numbers[:, : cols[1] - begin].contiguous()
         if zero is not None:
             apply_(Tensor.sub_, numbers, zero, block, row + first, begin)
         apply_(Tensor.mul_, numbers, scale, block, row + first, begin)
         if cols is not None:
-            numbers = numbers[:, cols[0] - begin : cols[1] - begin]
+            numbers = numbers[:, cols[0] - begin :]
         if step >= rows:
             return numbers.to(dtype)
         if result is None:
@@ -136,12 +138,13 @@ def requantise(
     dtypes: Mapping[str, torch.dtype],
     parts: Mapping[str, Tensor] | None,
 ) -> dict[str, Tensor]:
-    """All parts of a matrix: with the source's own `parts` where they give exactly these values in `dtype`.
+    """All parts of a matrix: the source's own `parts` where they give exactly these values in `dtype`.
 
-    So a tensor that nobody has changed comes back code by code, and one that was trained has its own scales.
+    So a tensor that nobody has changed comes back code by code, and one that was trained has scales of its
+    own. Where the source's codes are not among its parts, they are found again with its scales.
     """
     if parts is not None:
-        found = quantise(codec, block, values, dtypes, parts)
+        found = dict(parts) if CODES in parts else quantise(codec, block, values, dtypes, parts)
         cols = (0, values.shape[1])
         again = dequantise(codec, block, found[CODES], codec.grids(parts), dtype, cols=cols)
         if torch.equal(again.float(), values.float()):

@@ -12,13 +12,17 @@ import torch
 
 from isthmus.checkpoint.dtypes import name_of
 from isthmus.checkpoint.header import Defects, TensorInfo
-from isthmus.quant import float8
+from isthmus.quant import float4, float8, integers
 from isthmus.quant.codec import Quantised
 from isthmus.quant.layout import Checkpoint
 from isthmus.quant.settings import Settings, read_settings
 
 # Of each format: the tensor whose codes the stored tensor `name` holds; None where it is not of that format.
-FORMATS: tuple[Callable[[str, Checkpoint], Quantised | None], ...] = (float8.recognise,)
+FORMATS: tuple[Callable[[str, Checkpoint], Quantised | None], ...] = (
+    float4.recognise,
+    integers.recognise,
+    float8.recognise,
+)
 
 # Floats of a byte or less are codes wherever they stand; integers are where their name or a scale says so.
 _NARROW = {
@@ -117,6 +121,8 @@ def _is_code(name: str, info: TensorInfo, tensors: Mapping[str, TensorInfo]) -> 
         return True
     if info.dtype.is_floating_point or info.dtype.is_complex or info.dtype is torch.bool:
         return False
+    if info.dtype.itemsize == 1 and name.endswith(".weight") and len(info.shape) > 1:
+        return True
     stem = name.removesuffix(".weight")
     scales = (*(name + end for end in _SCALES), *(stem + end for end in _SIBLINGS if stem != name))
     return name.endswith(_PACKED) or any(scale in tensors for scale in scales)

@@ -3,7 +3,10 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
+
 from isthmus.checkpoint.header import Defects, TensorInfo
+from isthmus.quant.codec import CODES, Quantised
 from isthmus.quant.settings import Settings
 
 
@@ -24,6 +27,30 @@ class Checkpoint:
             if stem + ending in self.tensors:
                 found[ending] = stem + ending
         return found
+
+    def dtype_beside(self, name: str, ending: str) -> torch.dtype | None:
+        """The dtype of the tensor beside `name`; None where there is none."""
+        found = self.beside(name, [ending])
+        return self.tensors[found[ending]].dtype if found else None
+
+    def misfits(self, item: Quantised) -> list[str]:
+        """Parts whose shape is not that of the format, as `name is (2, 3), expected (2, 4)`."""
+        *lead, rows, cols = item.shape
+        found = []
+        for role, expected in item.codec.shapes(rows, cols, item.block).items():
+            stored = self.tensors[item.parts[role]]
+            shared = role != CODES and fits(stored.shape, *expected)  # by all matrices of a stack
+            if not shared and not fits(stored.shape, *lead, *expected):
+                found.append(f"{stored.name} is {stored.shape}, expected {(*lead, *expected)}")
+        return found
+
+    def checked(self, item: Quantised) -> Quantised | None:
+        """The tensor if its parts fit; else None, and what is wrong is noted."""
+        if misfits := self.misfits(item):
+            detail = f"{', '.join(misfits)} for {item.label} of {item.shape}"
+            self.wrong("a scale grid that does not fit", item.codes, detail, item.parts.values())
+            return None
+        return item
 
     def wrong(self, what: str, name: str, detail: str = "", also: Iterable[str] = ()) -> None:
         """A defect of the tensor `name`, and of `also` with it."""

@@ -7,10 +7,10 @@ reader. Nothing here comes from `isthmus.quant`, or a mistake there would be on 
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -45,20 +45,103 @@ def plain_folder(folder: Path) -> Iterator[Path]:
 def dequantised(tensors: dict[str, Tensor], entry: dict[str, Any]) -> tuple[dict[str, Tensor], set[str]]:
     """Real numbers in float32 by name, and the names of the stored tensors that they were made of."""
     values: dict[str, Tensor] = {}
-    used: set[str] = set()
+    used: set[str] = {name for name in tensors if name.endswith((".input_scale", "_shape"))}
     for name, codes in tensors.items():
-        if codes.dtype in (torch.float8_e4m3fn, torch.float8_e5m2) and not name.endswith("_scale"):
-            scale_name, scale = _beside(tensors, name, "_scale_inv", "_scale", ".scale")
-            values[name] = codes.float() * _spread(scale.float(), codes.shape, entry.get("weight_block_size"))
-            used |= {name, scale_name}
+        if name.endswith(("_scale", "_scales", "_scale_inv", ".scale", "_scale_2", "_zero_point")):
+            continue
+        kinds = (*_KINDS, _BYTEWISE[entry["quant_method"] == "compressed-tensors"])
+        kind = next((kind for kind in kinds if kind.of(name, codes)), None)
+        if kind is not None:
+            parts = {}
+            for role, endings in kind.endings.items():
+                if found := [n for n in _names(kind.stem(name), endings) if n in tensors]:
+                    parts[role] = tensors[found[0]]
+                    used.add(found[0])
+            used.add(name)
+            values[kind.stem(name)] = kind.values(codes, parts, entry)
     return values, used
 
 
-def _beside(tensors: dict[str, Tensor], name: str, *endings: str) -> tuple[str, Tensor]:
-    """The one tensor beside `name` with one of the endings; ".x" stands in place of `.weight`."""
-    names = [(name.removesuffix(".weight") if e.startswith(".") else name) + e for e in endings]
-    [found] = [candidate for candidate in names if candidate in tensors]
-    return found, tensors[found]
+class _Kind(NamedTuple):
+    """A way of storing: which tensors are its codes, what lies beside them, and what they mean."""
+
+    suffix: str  # of the codes' name, after the weight's own
+    dtypes: tuple[torch.dtype, ...]
+    endings: Mapping[str, tuple[str, ...]]
+    values: Callable[[Tensor, dict[str, Tensor], dict[str, Any]], Tensor]
+
+    def of(self, name: str, codes: Tensor) -> bool:
+        """Whether a tensor holds codes of this kind."""
+        matrices = codes.dim() >= 2 and name.endswith(self.suffix)
+        return matrices and codes.dtype in self.dtypes and (self.suffix != "" or "_packed" not in name)
+
+    def stem(self, name: str) -> str:
+        """The weight's own name."""
+        return name.removesuffix(self.suffix)
+
+
+def _names(name: str, endings: tuple[str, ...]) -> list[str]:
+    """The names beside `name`; ".x" stands in place of `.weight`."""
+    return [(name.removesuffix(".weight") if ending.startswith(".") else name) + ending for ending in endings]
+
+
+def _float8(codes: Tensor, parts: dict[str, Tensor], entry: dict[str, Any]) -> Tensor:
+    return codes.float() * _spread(parts["scale"].float(), codes.shape, entry.get("weight_block_size"))
+
+
+def _nibbles(codes: Tensor) -> Tensor:
+    """The codes of four bits of each byte, low half first, along the last dim."""
+    codes = codes.view(torch.uint8)
+    return torch.stack([codes & 15, codes >> 4], -1).flatten(-2).long()
+
+
+def _float4(codes: Tensor, parts: dict[str, Tensor], entry: dict[str, Any]) -> Tensor:
+    numbers = _E2M1[_nibbles(codes)]
+    scale = parts["scale"]
+    if scale.dtype == torch.float8_e4m3fn:
+        exact = scale.float()
+        exact = (
+            exact / parts["divisor"].float() if "divisor" in parts else exact * parts["multiplier"].float()
+        )
+    else:
+        exact = torch.pow(2.0, scale.view(torch.uint8).double() - 127).float()
+    numbers = numbers.flatten(scale.dim() - 1)  # the form with a dim for the bytes of a group
+    return numbers * exact.repeat_interleave(numbers.shape[-1] // scale.shape[-1], -1)
+
+
+def _integers(codes: Tensor, parts: dict[str, Tensor], entry: dict[str, Any]) -> Tensor:
+    [group] = entry["config_groups"].values()
+    bits = group["weights"]["num_bits"]
+    scale = parts["scale"].float()
+    packed = codes.dtype == torch.int32
+    numbers = _unpacked(codes, bits) if packed else codes.float()
+    each = numbers.shape[-1] // scale.shape[-1]
+    if "zero" in parts:
+        zero = parts["zero"]
+        zero = _unpacked(zero.T, bits).T if packed else zero.float()
+        numbers = numbers - zero[: len(scale)].repeat_interleave(each, -1)
+    return numbers * scale.repeat_interleave(each, -1)
+
+
+def _unpacked(words: Tensor, bits: int) -> Tensor:
+    """Signed numbers of `bits` bits out of words of 32, the lowest bits first, along the last dim."""
+    columns = [(words.long() >> shift) % 2**bits - 2 ** (bits - 1) for shift in range(0, 32, bits)]
+    return torch.stack(columns, -1).flatten(-2).float()
+
+
+_E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+_BYTES = (torch.uint8, torch.int8)
+_PAIR = {"scale": ("_scale", ".scale"), "multiplier": ("_scale_2",), "divisor": ("_global_scale",)}
+_WITH_ZERO = {"scale": ("_scale",), "zero": ("_zero_point",)}
+_KINDS = (
+    _Kind(
+        "", (torch.float8_e4m3fn, torch.float8_e5m2), {"scale": ("_scale_inv", "_scale", ".scale")}, _float8
+    ),
+    _Kind("_blocks", (torch.uint8,), {"scale": ("_scales",)}, _float4),
+    _Kind("_packed", (torch.uint8,), _PAIR, _float4),
+    _Kind("_packed", (torch.int32,), _WITH_ZERO, _integers),
+)
+_BYTEWISE = _Kind("", _BYTES, _PAIR, _float4), _Kind("", (torch.int8,), _WITH_ZERO, _integers)
 
 
 def _spread(scale: Tensor, shape: torch.Size, block: list[int] | None) -> Tensor:
