@@ -252,6 +252,34 @@ def test_a_layout_that_does_not_fit_is_refused(
     assert content(tmp_path) == {}
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["num_layers=8"], ["num_layers: 4 by the checkpoint's config.json, 8 of the model of --set"]),
+        (["hidden_size=x", "rotary_base=5"], ["hidden_size: 64 by", "'x' of", "rotary_base: 10000000 by"]),
+        (["params_dtype=x"], ["--set params_dtype=x: use --dtype"]),
+        (["nonsense=4"], ["have no field nonsense"]),
+        (
+            ["moe_grouped_gemm=3", "attention_dropout=x", "transformer_impl=foo", "recompute_modules=[1]"],
+            [
+                "moe_grouped_gemm=3, expected bool",
+                "attention_dropout='x', expected float",
+                "'local' or",
+                "[1]",
+            ],
+        ),
+    ],
+    ids=lambda value: " ".join(value) if "=" in value[0] else None,
+)
+def test_fields_that_the_model_cannot_have_are_refused(
+    good: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], words: list[str]
+) -> None:
+    settings = [word for option in options for word in ("--set", option)]
+    message = refused(capsys, "import", good, tmp_path / "out", *settings)
+    assert [word for word in words if word not in message] == [], message
+    assert content(tmp_path) == {}
+
+
 def test_torchruns_ranks_must_be_the_layouts(
     good: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

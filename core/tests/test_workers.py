@@ -1,6 +1,7 @@
 """Commands on several ranks: results by rank, errors as the user's, unfit layouts refused at once."""
 
 import argparse
+import itertools
 import os
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from isthmus import launch
 from isthmus.checkpoint.compare import Comparison
 from isthmus.checkpoint.load import LoadReport
 from isthmus.cli import model, roundtrip, workers
@@ -38,6 +40,30 @@ def test_one_rank_is_a_worker_too() -> None:
 def test_an_error_of_a_rank_is_the_commands_error() -> None:
     with pytest.raises(ValueError, match="invalid literal for int"):
         workers.run(Layout(tp=2), int, "two")
+
+
+def test_more_processes_than_the_machine_bears_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "run", lambda world_size, *args, **options: world_size)
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    monkeypatch.delenv(workers.LIMIT, raising=False)
+    assert workers.run(Layout(tp=16), eval, "0") == 16
+    with pytest.raises(ValueError, match=r"needs 64 processes, more than 16 .*torchrun.*MAX_WORKERS=64"):
+        workers.run(Layout(tp=64), eval, "0")
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    assert workers.run(Layout(tp=64), eval, "0") == 64
+    monkeypatch.setenv(workers.LIMIT, "4")
+    with pytest.raises(ValueError, match="more than 4 on this machine"):
+        workers.run(Layout(tp=8), eval, "0")
+    monkeypatch.setenv(workers.LIMIT, "many")
+    with pytest.raises(ValueError, match="ISTHMUS_MAX_WORKERS='many'"):
+        workers.run(Layout(), eval, "0")
+
+
+def test_dp_is_raised_to_the_least_that_holds_the_experts() -> None:
+    for tp, cp, dp, ep, etp in itertools.product((1, 2, 3), (1, 2), (1, 2, 3, 5), (1, 4, 6), (1, 2, 3)):
+        least = next(n for n in itertools.count(dp) if tp * cp * n % (ep * etp) == 0)
+        assert Layout(tp=tp, cp=cp, dp=dp, ep=ep, etp=etp).resolved().dp == least
+    assert Layout(ep=10**12 + 39).resolved().dp == 10**12 + 39, "at once"
 
 
 def test_torchruns_ranks_get_all_results_and_are_quiet(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from isthmus.config import HFConfig
 from isthmus.decoder import dtype_fields
 from isthmus.family import Family
 from isthmus.layout import Layout
+from isthmus.model_fields import check_kinds, with_dtypes
 from isthmus.weights import WeightMap
 
 
@@ -118,7 +119,8 @@ class AutoBridge:
         """Megatron's model config for this checkpoint, not finalized.
 
         `overrides` are fields of it or of its TransformerConfig, such as ``tensor_model_parallel_size=2``.
-        LookupError names unknown fields; ValueError lists why the layout does not fit the model.
+        Dtypes may be given by name. LookupError names unknown fields; ValueError lists values that are none
+        for their fields, and why the layout does not fit the model.
         """
         from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -126,12 +128,9 @@ class AutoBridge:
         config_class = getattr(importlib.import_module(module), name)
         of_model = {field.name for field in dataclasses.fields(config_class) if field.init}
         of_transformer = {field.name for field in dataclasses.fields(TransformerConfig) if field.init}
+        overrides = with_dtypes(overrides)
+        check_kinds((config_class, TransformerConfig), {**self.choices, **overrides})
         fields = self._fields(overrides)
-        unknown = sorted(set(fields) - of_model - of_transformer)
-        if unknown:
-            raise LookupError(
-                f"{config_class.__name__} and TransformerConfig have no field {', '.join(unknown)}"
-            )
         Layout.of(fields).check(self.family, fields)
         try:
             transformer = TransformerConfig(**{k: v for k, v in fields.items() if k in of_transformer})
@@ -202,18 +201,18 @@ class AutoBridge:
             Layout.of(vars(transformer)).check_groups(experts=bool(transformer.num_moe_experts))
         hooks = [remember(config), self._pin(config), mask_padding(config)]
         config.pre_wrap_hooks = [*config.pre_wrap_hooks, *hooks]
-        try:
-            config.finalize()
-        except AssertionError as error:
-            raise ValueError(f"Megatron refuses this configuration: {error}") from error
         if wrap_with_ddp and ddp_config is None:
             ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
-        return config.get_builder_cls()(config).build_distributed_models(
-            pg_collection or ProcessGroupCollection.use_mpu_process_groups(),
-            ddp_config=ddp_config,
-            wrap_with_ddp=wrap_with_ddp,
-            mixed_precision_wrapper=mixed_precision_wrapper or exact_float16_module,
-        )
+        try:
+            config.finalize()
+            return config.get_builder_cls()(config).build_distributed_models(
+                pg_collection or ProcessGroupCollection.use_mpu_process_groups(),
+                ddp_config=ddp_config,
+                wrap_with_ddp=wrap_with_ddp,
+                mixed_precision_wrapper=mixed_precision_wrapper or exact_float16_module,
+            )
+        except AssertionError as error:
+            raise ValueError(f"Megatron refuses this configuration: {error}") from error
 
     def _pin(self, model_config: Any) -> Callable[[list[nn.Module]], list[nn.Module]]:
         """A pre-wrap hook that marks the parameters that keep a wider dtype than `params_dtype`."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from math import gcd
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -127,10 +128,9 @@ class Layout:
 
     def resolved(self) -> "Layout":
         """The same layout with dp raised to the least at which ep x etp divides tp x cp x dp."""
-        dp = self.dp
-        while (self.tp * self.cp * dp) % (self.ep * self.etp):
-            dp += 1
-        return replace(self, dp=dp, sp=self.sequence_parallel)
+        experts = self.ep * self.etp
+        step = experts // gcd(experts, self.tp * self.cp)
+        return replace(self, dp=-(-self.dp // step) * step, sp=self.sequence_parallel)
 
     def as_dict(self) -> dict[str, Any]:
         """The sizes and `sp`, as the command line reports them."""

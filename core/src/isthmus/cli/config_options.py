@@ -49,5 +49,5 @@ def _parse(text: str) -> tuple[str, Any]:
         return name, PLAIN[value.lower()]
     try:
         return name, ast.literal_eval(value)
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
         return name, value  # a name: delta_net=megatron

@@ -26,8 +26,11 @@ def add_dtype_argument(parser: argparse.ArgumentParser) -> None:
 def check(bridge: "AutoBridge", layout: "Layout", fields: Mapping[str, Any] | None = None) -> None:
     """ValueError with every reason why the model cannot be divided so; costs nothing, starts nothing.
 
-    `fields` of the model config are what the user asked for.
+    `fields` of the model config are what the user asked for, and none that makes it another model's.
     """
+    from isthmus import arithmetic
+
+    arithmetic.check(bridge.megatron_fields, fields or {}, "the model of --set")
     layout.check(bridge.family, {**bridge.megatron_fields, **bridge.choices, **(fields or {})})
 
 

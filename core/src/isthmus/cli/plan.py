@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import isthmus.cpu
+from isthmus import arithmetic
 from isthmus.cli import config_options, layout_options, output, progress
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ def run(args: argparse.Namespace) -> int:
         if "mtp_num_layers" in overrides:
             raise ValueError("--mtp/--no-mtp and --set mtp_num_layers say the same; give one of them")
         overrides["mtp_num_layers"] = (bridge.megatron_fields["mtp_num_layers"] or 1) if args.mtp else None
+    arithmetic.check(bridge.megatron_fields, overrides, "the model of --set")
     document: dict[str, Any] = {
         "model_type": bridge.hf_config.model_type,
         "layout": layout.as_dict(),

@@ -11,6 +11,10 @@ from isthmus.cli import output, progress
 if TYPE_CHECKING:
     from isthmus.layout import Layout
 
+LIMIT = "ISTHMUS_MAX_WORKERS"
+"""Environment variable: the most processes to start on this machine."""
+LEAST_LIMIT = 16  # where it is not set, on a machine with fewer cores
+
 
 def run(
     layout: "Layout", function: Callable[..., Any], *args: Any, timeout: float | None = None
@@ -18,7 +22,7 @@ def run(
     """`function(*args)` on every rank, Megatron's groups initialised; results by rank, on every rank alike.
 
     `function` belongs to a module; its arguments and its result can be pickled. `timeout` is in seconds, for
-    worker processes. ValueError where the ranks at hand are not the layout's.
+    worker processes. ValueError where the ranks at hand are not the layout's, or would be too many here.
     """
     if under_torchrun():
         return _run_here(layout, function, args)
@@ -35,8 +39,24 @@ def run(
     from isthmus import launch
 
     isthmus.cpu.check_machine()
+    _check_count(layout.world_size)
     progress.announce(f"starting {output.counted(layout.world_size, 'process')} that import Megatron")
     return launch.run(layout.world_size, on_rank, layout, function, args, progress.silent, timeout=timeout)
+
+
+def _check_count(world_size: int) -> None:
+    """ValueError where that many processes would drown this machine."""
+    cores = os.cpu_count() or 1
+    stated = os.environ.get(LIMIT, "")
+    if stated and not stated.isdecimal():
+        raise ValueError(f"{LIMIT}={stated!r} is set in the environment, expected a whole number")
+    most = int(stated) if stated else max(LEAST_LIMIT, cores)
+    if world_size > most:
+        raise ValueError(
+            f"this layout needs {world_size} processes, more than {most} on this machine of {cores} cores"
+            " (each takes 0.5 GB and more). Use a smaller layout, start the ranks on enough machines with"
+            f" torchrun, or allow them here: {LIMIT}={world_size}"
+        )
 
 
 def under_torchrun() -> bool:
