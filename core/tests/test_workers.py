@@ -96,6 +96,7 @@ def test_torchruns_ranks_get_all_results_and_are_quiet(tmp_path: Path) -> None:
 
 def bridge(**fields: object) -> SimpleNamespace:
     family = SimpleNamespace(
+        hosted=None,
         axes=frozenset({"tp", "sp", "pp"}),
         problems=lambda layout, fields: [f"{layout.tp} is odd"] if layout.tp % 2 and layout.tp > 1 else [],
     )
