@@ -12,7 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from isthmus import AutoBridge
-from isthmus.bridge import model_config_of
+from isthmus.built import model_config_of
 from isthmus.checkpoint.reader import CheckpointReader
 from isthmus.layout import Layout
 

@@ -126,11 +126,11 @@ DAMAGED: dict[str, tuple[Callable[[Path], None], list[str]]] = {
     ),
     "unknown tensors": (
         weights(lambda t: t.update({f"model.layers.{i}.self_attn.sinks": torch.ones(4) for i in range(4)})),
-        ["no rule for (4): model.layers.{0..3}.self_attn.sinks"],
+        ["no rule for checkpoint tensors (4): model.layers.{0..3}.self_attn.sinks"],
     ),
     "missing and unknown tensors": (
         weights(lambda t: t.update(renamed=t.pop("model.norm.weight"))),
-        ["missing from the checkpoint (1): model.norm.weight", "no rule for (1): renamed"],
+        ["missing from the checkpoint (1): model.norm.weight", "no rule for checkpoint tensors (1): renamed"],
     ),
     "wrong shape": (
         weights(lambda t: t.update({Q_PROJ: t[Q_PROJ][:-2].clone()})),

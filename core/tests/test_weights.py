@@ -298,8 +298,28 @@ def test_every_tensor_of_a_checkpoint_has_a_fate() -> None:
     assert coverage.unknown == ["hf.b", "hf.x.inv_freq"]
     assert coverage.problems() == [
         "missing from the checkpoint (1): hf.mod.y",
-        "no rule for (2): hf.b, hf.x.inv_freq",
+        "no rule for checkpoint tensors (2): hf.b, hf.x.inv_freq",
     ]
+
+
+def test_the_models_side_is_covered_by_the_same_call() -> None:
+    second = vocabulary("output_layer", "hf.embedding", 4, exported=False)
+    weights = WeightMap([vocabulary("embedding", "hf.embedding", 4), second, column("a", "hf.a")])
+    coverage = weights.cover(["hf.embedding", "hf.a"], megatron=["embedding", "new.0.w", "new.1.w"])
+    assert coverage.problems() == [
+        "no rule for Megatron tensors (2): new.{0..1}.w",
+        "no rank holds (1): a",
+    ]
+    assert weights.cover(megatron=["embedding"], all_ranks=False).problems() == []
+    assert weights.cover(megatron=["embedding", "a"]).problems() == [], "a side not given is not looked at"
+
+
+def test_misfits_are_a_line_for_each_kind() -> None:
+    coverage = WeightMap([]).cover()
+    coverage.misfit("is (1,), expected (2,)", "layers.0.w")
+    coverage.misfit("is (1,), expected (2,)", "layers.1.w")
+    coverage.misfit("w: 3 rows do not fit")
+    assert coverage.problems() == ["layers.{0..1}.w: is (1,), expected (2,)", "w: 3 rows do not fit"]
 
 
 def test_a_tied_head_is_written_where_the_source_repeats_it() -> None:

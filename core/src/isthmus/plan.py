@@ -16,11 +16,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from isthmus.bridge import AutoBridge, model_config_of
-from isthmus.checkpoint.load import hf_shape
+from isthmus.bridge import AutoBridge
+from isthmus.built import model_config_of
+from isthmus.checkpoint.header import TensorInfo
 from isthmus.layout import Layout
 from isthmus.names import live_tensors
-from isthmus.weights import Bound, WeightMap, collapse
+from isthmus.weights import Bound, Coverage, WeightMap
 
 # (kind, pattern of canonical names); the first that matches counts.
 KINDS = (
@@ -66,11 +67,8 @@ def plan(bridge: AutoBridge, layout: Layout, overrides: Mapping[str, Any]) -> di
                 [Held(t.canonical, tuple(t.tensor.shape), t.tensor.dtype) for t in live_tensors(chunks)]
             )
     assert weights is not None  # pp >= 1
-    shapes, problems = _cover(stages, weights, layout)
     known = bridge.reader.tensors if bridge.folder is not None else None
-    if known is not None:
-        problems += weights.cover(known).problems()
-        problems += _compare(shapes, {name: info.shape for name, info in known.items()})
+    shapes, coverage = _cover(stages, weights, layout, known)
     loaded = [name for name in shapes if known is None or name in known]
     return {
         "model_type": bridge.hf_config.model_type,
@@ -81,7 +79,7 @@ def plan(bridge: AutoBridge, layout: Layout, overrides: Mapping[str, Any]) -> di
         if known is None
         else sum(prod(known[n].shape) for n in loaded if n in known),
         "stages": [_describe(number, held, weights, layout) for number, held in enumerate(stages)],
-        "problems": problems,
+        "problems": coverage.problems(),
     }
 
 
@@ -114,36 +112,41 @@ def _build(bridge: AutoBridge, config: Any) -> list[Any]:
 
 
 def _cover(
-    stages: list[list[Held]], weights: WeightMap, layout: Layout
-) -> tuple[dict[str, tuple[int, ...]], list[str]]:
-    """The shape of every HF tensor that the stages' tensors make up, and what does not fit."""
+    stages: list[list[Held]], weights: WeightMap, layout: Layout, known: Mapping[str, TensorInfo] | None
+) -> tuple[dict[str, tuple[int, ...]], Coverage]:
+    """The shape of every HF tensor that the stages' tensors make up, and the coverage of both sides.
+
+    `known` are the checkpoint's tensors, None where there is only a config.
+    """
     shapes: dict[str, tuple[int, ...]] = {}
-    seen: set[str] = set()
-    unmapped, wrong = [], []
+    names: set[str] = set()
+    wrong: list[str] = []
     for held in {tensor.canonical: tensor for stage in stages for tensor in stage}.values():
+        names.add(held.canonical)
         if held.canonical not in weights.megatron:
-            unmapped.append(held.canonical)
             continue
-        rule = weights.megatron[held.canonical].rule
+        everywhere = list(_on_all_expert_ranks(weights.megatron[held.canonical], weights, layout.ep))
+        names.update(bound.megatron for bound in everywhere)
+        rule = everywhere[0].rule
         size = 1 if rule.dim is None else layout.etp if rule.expert else layout.tp
         try:
-            parts = [hf_shape(rule, number, held.shape, size) for number in range(len(rule.hf))]
+            parts = [rule.hf_shape(number, held.shape, size) for number in range(len(rule.hf))]
             for rank in range(size):
                 rule.runs(held.shape[rule.dim or 0] if held.shape else 1, rank, size)
         except ValueError as error:
             wrong.append(str(error))
             continue
-        for bound in _on_all_expert_ranks(weights.megatron[held.canonical], weights, layout.ep):
-            seen.add(bound.megatron)
+        for bound in everywhere:
             for hf, shape in (*zip(bound.hf, parts, strict=True), *((copy, parts[0]) for copy in bound.also)):
                 stacked = shapes.get(hf.name, (0,))[0]
                 shapes[hf.name] = shape if hf.index is None else (max(stacked, hf.index + 1), *shape)
-    problems = []
-    if unmapped:
-        problems.append(f"no rule for ({len(unmapped)}): " + ", ".join(collapse(unmapped)))
-    if absent := [name for name in weights.megatron if name not in seen]:
-        problems.append(f"no rank holds ({len(absent)}): " + ", ".join(collapse(absent)))
-    return shapes, problems + list(dict.fromkeys(wrong))
+    coverage = weights.cover(known, megatron=names)
+    for what in wrong:
+        coverage.misfit(what)
+    for name, shape in shapes.items():
+        if known is not None and name in known and known[name].shape != shape:
+            coverage.misfit(f"is {known[name].shape}, the config makes it {shape}", name)
+    return shapes, coverage
 
 
 def _on_all_expert_ranks(bound: Bound, weights: WeightMap, ep: int) -> Iterator[Bound]:
@@ -156,14 +159,6 @@ def _on_all_expert_ranks(bound: Bound, weights: WeightMap, ep: int) -> Iterator[
     for rank in range(ep):
         expert = f".experts.{int(match[1]) + rank * each}."
         yield weights.megatron[bound.megatron.replace(match[0], expert)]
-
-
-def _compare(planned: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> list[str]:
-    different: dict[str, list[str]] = {}
-    for name, shape in planned.items():
-        if name in found and found[name] != shape:
-            different.setdefault(f"is {found[name]}, the config makes it {shape}", []).append(name)
-    return [f"{', '.join(collapse(names))}: {what}" for what, names in different.items()]
 
 
 def _describe(number: int, held: list[Held], weights: WeightMap, layout: Layout) -> dict[str, Any]:

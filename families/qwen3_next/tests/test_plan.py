@@ -141,7 +141,7 @@ def plan_without_a_rule(folder: Path) -> list[str]:
 def test_tensors_without_a_rule_and_rules_without_a_tensor_are_named(tmp_path: Path) -> None:
     write_tiny(registry.family("qwen3_next"), tmp_path / "hf", "no_mtp")
     problems = launch.run(1, plan_without_a_rule, tmp_path / "hf", timeout=120)[0]
-    assert "no rule for (1): decoder.layers.1.mlp.router.weight" in problems
+    assert "no rule for Megatron tensors (1): decoder.layers.1.mlp.router.weight" in problems
     assert "no rank holds (1): decoder.layers.9.mlp.router.weight" in problems
 
 

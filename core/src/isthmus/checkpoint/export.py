@@ -24,11 +24,10 @@ from isthmus.checkpoint.gather import (
     holdings,
     places,
 )
-from isthmus.checkpoint.load import hf_shape
 from isthmus.checkpoint.place import Place
 from isthmus.checkpoint.writer import OutputTensor
 from isthmus.names import LiveTensor
-from isthmus.weights import HFTensor, Rule, WeightMap, collapse
+from isthmus.weights import HFTensor, Rule, WeightMap
 
 
 class Piece(NamedTuple):
@@ -111,7 +110,8 @@ def plan(
     """
     mine = Place.of(model)
     known = holdings(held, model, mine)
-    _check_complete(weights, known)
+    if problems := weights.cover(megatron=known).problems():
+        raise ValueError("cannot export this model:\n  " + "\n  ".join(problems))
     copies = [bound for bound in weights.megatron.values() if not bound.rule.exported]
     check_copies(held, known, {copy.megatron: weights.hf[copy.hf[0].name][0] for copy in copies}, model)
 
@@ -150,25 +150,10 @@ class _Shapes:
         found = self.known.get((id(rule), local))
         if found is None:
             _, size = self.place.shard(rule)
-            found = [hf_shape(rule, source, local, size) for source in range(len(rule.hf))]
+            found = [rule.hf_shape(source, local, size) for source in range(len(rule.hf))]
             found += [found[0]] * len(rule.also)
             self.known[id(rule), local] = found
         return found
-
-
-def _check_complete(weights: WeightMap, known: Mapping[str, Holding]) -> None:
-    absent = [bound.megatron for bound in weights.megatron.values() if bound.rule.exported]
-    absent = [name for name in absent if name not in known]
-    unmapped = [name for name in known if name not in weights.megatron]
-    problems = []
-    if absent:
-        problems.append(f"no rank holds ({len(absent)}): " + ", ".join(collapse(absent)))
-    if unmapped:
-        problems.append(
-            f"no rule for these Megatron tensors ({len(unmapped)}): " + ", ".join(collapse(unmapped))
-        )
-    if problems:
-        raise ValueError("cannot export this model:\n  " + "\n  ".join(problems))
 
 
 class _Owners:

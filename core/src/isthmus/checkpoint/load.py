@@ -12,7 +12,7 @@ from isthmus.checkpoint.dtypes import main_dtype, name_of, rounds, same_bits
 from isthmus.checkpoint.place import Place
 from isthmus.checkpoint.reader import CheckpointReader
 from isthmus.names import LiveTensor, live_tensors, unwrapped
-from isthmus.weights import Bound, Coverage, HFTensor, Rule, Run, WeightMap, collapse
+from isthmus.weights import Bound, Coverage, HFTensor, Rule, Run, WeightMap
 
 
 @dataclass(slots=True)
@@ -137,15 +137,9 @@ class _Copier:
 
 def check(held: Sequence[LiveTensor], weights: WeightMap, reader: CheckpointReader, place: Place) -> Coverage:
     """What becomes of the checkpoint's tensors; ValueError lists why they cannot fill the tensors `held`."""
-    coverage = weights.cover(reader.tensors)
-    problems = coverage.problems()
-    unmapped = [live.canonical for live in held if live.canonical not in weights.megatron]
-    if unmapped:
-        problems.append(
-            f"no rule for these Megatron tensors ({len(unmapped)}): " + ", ".join(collapse(unmapped))
-        )
+    names = [live.canonical for live in held]
+    coverage = weights.cover(reader.tensors, megatron=names, all_ranks=False)
     wanted = main_dtype(reader.tensors.values())
-    wrong: dict[str, list[str]] = {}  # what is wrong -> with which tensors
     right: set[tuple[Any, ...]] = set()  # experts are alike: one of a kind is looked at
     for live in held:
         bound = weights.megatron.get(live.canonical)
@@ -164,35 +158,23 @@ def check(held: Sequence[LiveTensor], weights: WeightMap, reader: CheckpointRead
             if kind in right:
                 continue
             try:
-                expected = (*rows, *hf_shape(bound.rule, source, tuple(live.tensor.shape), size))
+                expected = (*rows, *bound.rule.hf_shape(source, tuple(live.tensor.shape), size))
                 bound.rule.runs(live.tensor.size(bound.rule.dim or 0) if live.tensor.dim() else 1, rank, size)
             except ValueError as error:
-                problems.append(str(error))
+                coverage.misfit(str(error))
                 continue
             dtypes = f"source is {name_of(info.dtype)}, parameter is {name_of(live.tensor.dtype)}"
             if expected != info.shape:
-                wrong.setdefault(f"is {info.shape}, the model's config makes it {expected}", []).append(
-                    hf.name
-                )
+                coverage.misfit(f"is {info.shape}, the model's config makes it {expected}", hf.name)
             elif original.dtype != info.dtype:
                 other = f"{original.name}, which it repeats, is {name_of(original.dtype)}"
-                wrong.setdefault(f"is {name_of(info.dtype)}, {other}", []).append(hf.name)
+                coverage.misfit(f"is {name_of(info.dtype)}, {other}", hf.name)
             elif info.dtype.is_floating_point != live.tensor.is_floating_point():
-                wrong.setdefault(f"{dtypes}, numbers of another kind", []).append(hf.name)
+                coverage.misfit(f"{dtypes}, numbers of another kind", hf.name)
             elif rounds(info.dtype, live.tensor.dtype) and info.dtype != wanted:
-                what = f"{dtypes}, and no rule allows the rounding"
-                wrong.setdefault(what, []).append(live.canonical)
+                coverage.misfit(f"{dtypes}, and no rule allows the rounding", live.canonical)
             else:
                 right.add(kind)
-    problems += [f"{', '.join(collapse(dict.fromkeys(names)))}: {what}" for what, names in wrong.items()]
-    if problems:
-        raise ValueError(f"cannot load {reader.folder}:\n  " + "\n  ".join(dict.fromkeys(problems)))
+    if problems := coverage.problems():
+        raise ValueError(f"cannot load {reader.folder}:\n  " + "\n  ".join(problems))
     return coverage
-
-
-def hf_shape(rule: Rule, source: int, local: tuple[int, ...], size: int) -> tuple[int, ...]:
-    """Shape of HF tensor `source` (one row of it where stacked), where each of `size` ranks holds `local`."""
-    if not local:
-        return local
-    dim = rule.dim or 0
-    return (*local[:dim], rule.length(source, local[dim], size), *local[dim + 1 :])

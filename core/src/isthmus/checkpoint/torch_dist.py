@@ -15,7 +15,7 @@ from torch import nn
 
 from isthmus.checkpoint.dtypes import main_dtype, rounds
 from isthmus.checkpoint.folder import Staging
-from isthmus.checkpoint.gather import agree, from_first
+from isthmus.checkpoint.gather import agree, from_all, from_first
 from isthmus.checkpoint.header import TensorInfo
 from isthmus.checkpoint.manifest import Manifest
 from isthmus.checkpoint.megatron_folder import RELEASE, describe, latest
@@ -176,7 +176,6 @@ def _common(words: list[str], transformer: Any) -> dict[str, Any]:
 
 def _check(states: dict[str, Any], saved: Mapping[str, torch.dtype], path: str) -> None:
     """ValueError with every reason, on any rank, why the checkpoint is not this model's; changes `states`."""
-    import torch.distributed as dist
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 
     apply_factories(states)
@@ -184,9 +183,7 @@ def _check(states: dict[str, Any], saved: Mapping[str, torch.dtype], path: str) 
     for leaf in _leaves(states):
         if isinstance(leaf, ShardedTensor) and EXTRA not in leaf.key:
             held[leaf.key] = leaf.dtype
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, held)
-    everywhere = {name: dtype for names in found for name, dtype in names.items()}
+    everywhere = {name: dtype for names in from_all(held) for name, dtype in names.items()}
     kept = [name for name in saved if EXTRA not in name and name not in everywhere]
     lines = []
     if absent := [name for name in everywhere if name not in saved]:

@@ -91,6 +91,7 @@ def _run_here(layout: "Layout", function: Callable[..., Any], args: tuple[Any, .
         )
     import torch
 
+    from isthmus.checkpoint.gather import from_all
     from isthmus.launch.quiet import silenced
     from isthmus.launch.worker import BACKENDS
 
@@ -101,10 +102,9 @@ def _run_here(layout: "Layout", function: Callable[..., Any], args: tuple[Any, .
         import isthmus.cpu
 
         isthmus.cpu.install()
-    results: list[Any] = [None] * world_size
     with silenced():
         torch.distributed.init_process_group(BACKENDS[device])
-        torch.distributed.all_gather_object(results, on_rank(layout, function, args, progress.silent))
+        results = from_all(on_rank(layout, function, args, progress.silent))
         torch.distributed.destroy_process_group()
     return results
 

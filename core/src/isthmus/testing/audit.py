@@ -17,14 +17,14 @@ from isthmus.weights import WeightMap
 
 def coverage(
     chunks: Sequence[nn.Module], weights: WeightMap, reader: CheckpointReader, misshapen: Mapping[str, str]
-) -> dict[str, Any]:
-    """The `coverage` section, for the model over all ranks; alike on every rank. Collective.
+) -> tuple[dict[str, Any], list[str]]:
+    """The `coverage` section of the model over all ranks, and its gaps, a line each. Collective.
 
     `misshapen` says what is wrong with the shape of a tensor, by HF name.
     """
     held = sorted(set().union(*from_all({live.canonical for live in live_tensors(chunks)})))
-    found = weights.cover(reader.tensors)
-    return {
+    found = weights.cover(reader.tensors, megatron=held)
+    section = {
         "hf_tensors": len(reader.tensors),
         "megatron_params": len(held),
         "loaded": len(found.loaded - misshapen.keys()),
@@ -34,33 +34,13 @@ def coverage(
         "missing_hf": sorted(found.missing),
         "wrong_shapes": {name: what for name, what in misshapen.items() if name in found.loaded},
         "unmapped_hf": sorted(found.unknown),
-        "unmapped_megatron": [name for name in held if name not in weights.megatron],
-        # A rule that is not exported is for a second copy, which only some layouts have.
-        "unheld_megatron": sorted(
-            name for name, bound in weights.megatron.items() if bound.rule.exported and name not in held
-        ),
+        "unmapped_megatron": found.unmapped,
+        "unheld_megatron": sorted(found.unheld),
     }
-
-
-def gaps(section: dict[str, Any]) -> list[str]:
-    """What `coverage` found wrong, a line for each kind; empty where everything is accounted for."""
-    from isthmus.weights import collapse
-
-    kinds = {
-        "missing_hf": "missing from the checkpoint",
-        "unmapped_hf": "checkpoint tensors without a rule",
-        "unmapped_megatron": "Megatron tensors without a rule",
-        "unheld_megatron": "rules for Megatron tensors that no rank holds",
-    }
-    lines = [
-        f"{meaning} ({len(section[key])}): {', '.join(collapse(section[key]))}"
-        for key, meaning in kinds.items()
-        if section[key]
-    ]
-    for what in dict.fromkeys(section["wrong_shapes"].values()):
-        names = [name for name, why in section["wrong_shapes"].items() if why == what]
-        lines.append(f"{', '.join(collapse(names))}: {what}")
-    return lines
+    for name, what in misshapen.items():
+        if name in found.loaded:
+            found.misfit(what, name)
+    return section, found.problems()
 
 
 def round_trip(

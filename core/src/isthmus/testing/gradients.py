@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from isthmus.checkpoint.export import ExportPlan, Piece, plan
+from isthmus.checkpoint.gather import from_all
 from isthmus.names import LiveTensor, live_tensors, unwrapped
 from isthmus.testing.numerics import Difference
 from isthmus.weights import WeightMap
@@ -106,9 +107,7 @@ def megatron_norm(chunks: Sequence[nn.Module]) -> float:
 
 def _only(weights: WeightMap, own: set[str]) -> WeightMap:
     """The map of trained parameters alone: buffers and frozen ones have no gradient. Collective."""
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, own)
-    trained = set().union(*everyone)
+    trained = set().union(*from_all(own))
     result = copy.copy(weights)
     result.megatron = {name: bound for name, bound in weights.megatron.items() if name in trained}
     return result

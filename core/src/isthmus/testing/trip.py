@@ -66,7 +66,8 @@ class Case:
 
 def go(folder: Path, target: Path, case: Case) -> Trip:
     """HF -> Megatron -> HF on this rank of the case's layout; `target` is the folder written. Collective."""
-    from isthmus.bridge import AutoBridge, model_config_of
+    from isthmus.bridge import AutoBridge
+    from isthmus.built import model_config_of
     from isthmus.checkpoint.place import Place
     from isthmus.names import live_tensors, unwrapped
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from isthmus.built import model_config_of
-from isthmus.checkpoint.dtypes import main_dtype
+from isthmus.checkpoint.dtypes import main_dtype, name_of
+from isthmus.checkpoint.gather import from_all, from_first
 from isthmus.testing import audit, comparison, gradients, training_step
 from isthmus.testing.batch import random_batch
 from isthmus.weights import collapse
@@ -63,7 +63,7 @@ def verify(bridge: "AutoBridge", layout: "Layout", request: Request, watch: Watc
     document: dict[str, Any] = {
         "model_type": bridge.hf_config.model_type,
         "layout": layout.as_dict(),
-        "dtype": str(request.dtype).removeprefix("torch."),
+        "dtype": name_of(request.dtype),
         "request": {
             "tokens": request.tokens,
             "seed": request.seed,
@@ -81,8 +81,8 @@ def verify(bridge: "AutoBridge", layout: "Layout", request: Request, watch: Watc
     weights = bridge.weight_map(model_config_of(chunks))
     shapes = {name: info.shape for name, info in bridge.reader.tensors.items()}
     misshapen = bridge.family.tiny.misshapen(bridge.hf_config, shapes) if bridge.family.tiny else {}
-    document["coverage"] = audit.coverage(chunks, weights, bridge.reader, misshapen)
-    if _failed(document, audit.gaps(document["coverage"])):
+    document["coverage"], gaps = audit.coverage(chunks, weights, bridge.reader, misshapen)
+    if _failed(document, gaps):
         return document
     with watch("load"):
         problem = _load(bridge, chunks)
@@ -116,9 +116,7 @@ def _load(bridge: "AutoBridge", chunks: list[Any]) -> str | None:
         bridge.load_hf_weights(chunks)
     except ValueError as error:
         problem = str(error)
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, problem)
-    return next((found for found in everyone if found), None)
+    return next((found for found in from_all(problem) if found), None)
 
 
 def _compare(
@@ -150,10 +148,9 @@ def _compare(
         document["bounds"] = expected.bounds.as_dict()
         document["forward"] = comparison.forward(found, expected.outputs, batch, expected.bounds)
     if request.grads:
-        names: list[Any] = [expected.names if expected else None]
-        dist.broadcast_object_list(names, src=0)
+        names = from_first(lambda: expected.names if expected else None)
         with watch("gradients"):
-            weights = bridge.weight_map(config, names[0])
+            weights = bridge.weight_map(config, names)
             wanted = expected.outputs.gradients if expected else None
             document["gradients"] = gradients.compare(chunks, weights, wanted)
     if expected is None:

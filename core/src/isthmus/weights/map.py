@@ -58,24 +58,38 @@ def passthrough(pattern: str, because: str, counted_by: tuple[str, ...] = ()) ->
 
 @dataclass(slots=True)
 class Coverage:
-    """What becomes of every tensor of a checkpoint, by HF name."""
+    """What becomes of every tensor of a checkpoint and of a model, and what does not fit."""
 
+    # By HF name
     loaded: set[str] = field(default_factory=set)
     passed_through: dict[str, str] = field(default_factory=dict)  # name -> reason
     counts: set[str] = field(default_factory=set)  # config fields that count the tensors passed through
     dropped: dict[str, str] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)  # a rule wants it, the checkpoint lacks it
     unknown: list[str] = field(default_factory=list)  # the checkpoint has it, no rule wants it
+    # By Megatron's name
+    unmapped: list[str] = field(default_factory=list)  # the model has it, no rule fills it
+    unheld: list[str] = field(default_factory=list)  # a rule fills it and exports it, no rank holds it
+    misfits: dict[str, list[str]] = field(default_factory=dict)
+    """What does not fit -> the tensors that it is said of, by either name; none where the text names them."""
+
+    def misfit(self, what: str, *names: str) -> None:
+        """Note what does not fit, of these tensors."""
+        self.misfits.setdefault(what, []).extend(names)
 
     def problems(self) -> list[str]:
         """One line for each kind of gap, names collapsed; empty where every tensor is accounted for."""
-        lines = []
-        if self.missing:
-            lines.append(
-                f"missing from the checkpoint ({len(self.missing)}): " + ", ".join(collapse(self.missing))
-            )
-        if self.unknown:
-            lines.append(f"no rule for ({len(self.unknown)}): " + ", ".join(collapse(self.unknown)))
+        gaps = {
+            "missing from the checkpoint": self.missing,
+            "no rule for checkpoint tensors": self.unknown,
+            "no rule for Megatron tensors": self.unmapped,
+            "no rank holds": self.unheld,
+        }
+        lines = [
+            f"{what} ({len(names)}): {', '.join(collapse(names))}" for what, names in gaps.items() if names
+        ]
+        for what, names in self.misfits.items():
+            lines.append(f"{', '.join(collapse(dict.fromkeys(names)))}: {what}" if names else what)
         return lines
 
 
@@ -122,12 +136,34 @@ class WeightMap:
         if unowned:
             raise LookupError("no exported rule writes " + ", ".join(collapse(unowned)))
 
-    def cover(self, hf_names: Iterable[str]) -> Coverage:
-        """What becomes of each of the checkpoint's tensors `hf_names`."""
+    def cover(
+        self,
+        hf: Iterable[str] | None = None,
+        *,
+        megatron: Iterable[str] | None = None,
+        all_ranks: bool = True,
+    ) -> Coverage:
+        """What becomes of the checkpoint's tensors `hf` and of the model's, `megatron` by canonical name.
+
+        A side that is not given is not looked at. Where `all_ranks` is False, `megatron` are the tensors of
+        one rank only, and what that does not hold another may. A rule that is not exported is for a second
+        copy, which only some layouts have.
+        """
         coverage = Coverage()
+        if hf is not None:
+            self._cover_hf(hf, coverage)
+        if megatron is not None:
+            held = dict.fromkeys(megatron)
+            coverage.unmapped = [name for name in held if name not in self.megatron]
+            if all_ranks:
+                exported = (name for name, bound in self.megatron.items() if bound.rule.exported)
+                coverage.unheld = [name for name in exported if name not in held]
+        return coverage
+
+    def _cover_hf(self, names: Iterable[str], coverage: Coverage) -> None:
         patterns = [(re.compile(_pattern(entry.pattern)), entry) for entry in self.ignored]
         seen = set()
-        for name in hf_names:
+        for name in names:
             seen.add(name)
             if name in self.hf:
                 coverage.loaded.add(name)
@@ -141,7 +177,6 @@ class WeightMap:
             else:
                 coverage.dropped[name] = entry.because
         coverage.missing = [name for name in self.hf if name not in seen]
-        return coverage
 
 
 def _bind(rule: Rule) -> Iterator[Bound]:

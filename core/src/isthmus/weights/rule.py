@@ -80,6 +80,13 @@ class Rule:
             return sum(self.rows[name] for name in self.hf_parts[source].names)
         return local if self.dim is None else local * size
 
+    def hf_shape(self, source: int, local: tuple[int, ...], size: int) -> tuple[int, ...]:
+        """Shape of HF tensor `source` (of a row where stacked) where each of `size` ranks holds `local`."""
+        if not local:
+            return local
+        dim = self.dim or 0
+        return (*local[:dim], self.length(source, local[dim], size), *local[dim + 1 :])
+
     def runs(self, local: int, rank: int, size: int) -> tuple[Run, ...]:
         """Where the rows of `rank`'s shard stand in the HF tensors; `local` is the shard's size along `dim`.
 
