@@ -40,6 +40,7 @@ class Variant:
     shards: int = 1  # safetensors files
     fp32: tuple[str, ...] = ()  # patterns (fnmatch) of tensors stored in float32 whatever the dtype
     quantised: str | None = None  # how linear weights are stored: a name of isthmus.testing.quantised
+    reloaded: bool = False  # the conformance tests have transformers load what Megatron exports of it
 
 
 def v5_spelling(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from isthmus.checkpoint.dtypes import same_bits
+from isthmus.checkpoint.dtypes import name_of, same_bits
 from isthmus.checkpoint.reader import CheckpointReader
 
 RELEASE = 1 << 30  # bytes compared before their pages are let go, so that memory stays flat
@@ -40,7 +40,7 @@ def compare(
         if other is None:
             result.missing.append(name)
         elif other.dtype != info.dtype:
-            result.differing[name] = f"dtype {_plain(info.dtype)}, {_plain(other.dtype)}"
+            result.differing[name] = f"dtype {name_of(info.dtype)}, {name_of(other.dtype)}"
         elif other.shape != info.shape:
             result.differing[name] = f"shape {info.shape}, {other.shape}"
         elif same_bits(first.slice(name), second.slice(name)):
@@ -54,7 +54,3 @@ def compare(
             second.release()
             compared = 0
     return result
-
-
-def _plain(dtype: object) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -7,11 +7,10 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from isthmus.cli import output
+from isthmus.layout import AXES
 
 if TYPE_CHECKING:
     from isthmus.registry import Entry
-
-AXES = ("tp", "sp", "pp", "vp", "ep", "etp", "cp", "dp")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

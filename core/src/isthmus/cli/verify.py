@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
         seed=args.seed,
         overrides=config_options.fields(args),
     )
-    model.check(bridge, layout)
+    model.check(bridge, layout, request.overrides)
     request.check(layout)
     if args.report is not None:
         output.check_file("--report", args.report)

@@ -28,7 +28,7 @@ from isthmus.layout import Layout
 from isthmus.testing import ranks, reference
 from isthmus.testing.tiny import write_tiny
 from isthmus.testing.trip import Case, LiveParameter, Trip, go
-from isthmus.tiny import Variant, transformers_tensors
+from isthmus.tiny import Tiny, Variant, transformers_tensors
 from isthmus.weights import WeightMap, collapse
 
 # The default variant goes through each of these, where the family supports it.
@@ -70,8 +70,6 @@ class FamilyTests:
     """What the default variant goes through."""
     builds: ClassVar[Mapping[str, Mapping[str, Any]]] = BUILDS
     """Ways to build, by name: each goes through a layout that divides tensors, and one with two stages."""
-    reloaded: ClassVar[tuple[str, ...]] = ("default", "tied", "fused_experts", "fp32_a_log")
-    """Variants whose export is loaded by transformers."""
 
     @classmethod
     def cases(cls) -> dict[str, Case]:
@@ -86,18 +84,28 @@ class FamilyTests:
             cases += [Case("default", DIVIDED, overrides), Case("default", STAGED, overrides)]
         found = {}
         for case in cases:
-            layout = case.layout.resolved()
-            if layout.unsupported(cls.family.axes):
-                continue
-            case = replace(case, layout=_uneven(layout, cls.variants()[case.variant]))
-            found[_name(case, cls.builds)] = case
+            variant = cls.variants()[case.variant]
+            layout = _uneven(case.layout.resolved(), variant)
+            if not layout.misfits(cls.family, {**cls.fields(variant), **case.overrides}):
+                case = replace(case, layout=layout)
+                found[_name(case, cls.builds)] = case
         return found
+
+    @classmethod
+    def fields(cls, variant: Variant) -> dict[str, Any]:
+        """Megatron's config fields of a variant."""
+        names = frozenset(cls._tiny().shapes(variant))
+        return cls.family.model_config(HFConfig(variant.config), names)
 
     @classmethod
     def variants(cls) -> Mapping[str, Variant]:
         """The family's tiny variants."""
+        return cls._tiny().variants
+
+    @classmethod
+    def _tiny(cls) -> Tiny:
         assert cls.family.tiny is not None, f"family {cls.family.name} has no tiny checkpoints"
-        return cls.family.tiny.variants
+        return cls.family.tiny
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """Fill in `case`, `reload_case`, `variant` and `config`."""
@@ -107,7 +115,8 @@ class FamilyTests:
             "reload_case": {
                 name: case
                 for name, case in cases.items()
-                if case.variant in self.reloaded and case == Case(case.variant, DIVIDED.resolved(), {})
+                if self.variants()[case.variant].reloaded
+                and case == Case(case.variant, DIVIDED.resolved(), {})
             },
             "variant": {name: name for name in self.variants()},
             "config": {str(number): config for number, config in enumerate(self.published)},
@@ -209,8 +218,7 @@ class FamilyTests:
         assert found == self._shapes(Variant(config, mtp=False, fused_experts=stacked))
 
     def _shapes(self, variant: Variant) -> dict[str, tuple[int, ...]]:
-        assert self.family.tiny is not None
-        return self.family.tiny.shapes(variant)
+        return self._tiny().shapes(variant)
 
     # Through Megatron and back
 

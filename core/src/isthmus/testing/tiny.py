@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save
 
+from isthmus.checkpoint.dtypes import name_of
 from isthmus.checkpoint.folder import Staging
 from isthmus.config import HFConfig
 from isthmus.config_text import write_config
@@ -45,8 +46,7 @@ def write_tiny(
         tensors, stated["quantization_config"] = quantise_tensors(tensors, STORAGE[chosen.quantised])
     with Staging(target, overwrite) as staging:
         _write_shards(staging.path, tensors, chosen.shards)
-        plain = str(kept).removeprefix("torch.")
-        config = write_config(json.dumps(stated, indent=2) + "\n", {"torch_dtype": plain})
+        config = write_config(json.dumps(stated, indent=2) + "\n", {"torch_dtype": name_of(kept)})
         (staging.path / "config.json").write_text(config, encoding="utf-8")
         write_tokenizer(staging.path, stated)
         staging.publish()

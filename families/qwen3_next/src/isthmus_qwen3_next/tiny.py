@@ -41,12 +41,15 @@ def tiny_config(**overrides: Any) -> dict[str, Any]:
 
 VARIANTS = {
     "default": Variant(
-        tiny_config(), "as published, with fewer and smaller parts: 4 layers, 8 experts, one MTP layer"
+        tiny_config(),
+        "as published, with fewer and smaller parts: 4 layers, 8 experts, one MTP layer",
+        reloaded=True,
     ),
     "tied": Variant(
         tiny_config(tie_word_embeddings=True),
         "the head is the embedding, and the files leave it out",
         head=False,
+        reloaded=True,
     ),
     "tied_with_head": Variant(
         tiny_config(tie_word_embeddings=True), "the head is the embedding, and the files repeat it"
@@ -65,10 +68,14 @@ VARIANTS = {
         tiny_config(),
         "the experts of a layer in one tensor, as transformers 5 holds them",
         fused_experts=True,
+        reloaded=True,
     ),
     "sharded": Variant(tiny_config(), "three safetensors files and an index", shards=3),
     "fp32_a_log": Variant(
-        tiny_config(), "A_log in float32, all else in bfloat16", fp32=("*.linear_attn.A_log",)
+        tiny_config(),
+        "A_log in float32, all else in bfloat16",
+        fp32=("*.linear_attn.A_log",),
+        reloaded=True,
     ),
     "fp32_norm": Variant(
         tiny_config(),
