@@ -7,6 +7,10 @@ from isthmus import launch
 
 launch.preload("transformers.modeling_utils")
 
+# Relative, of one parameter's gradient in float32: A_log's few numbers are sums that nearly cancel, and are
+# made anew in another order.
+FEW_NUMBERS = 1e-3
+
 HOSTED = ["A_log", "conv1d.weight", "dt_bias", "in_proj_ba.weight", "in_proj_qkvz.weight", "norm.weight"]
 HOSTED = [f"self_attention.linear_attn.{name}" for name in [*HOSTED, "out_proj.weight"]]
 NATIVE = ["A_log", "conv1d.weight", "dt_bias", "in_proj.weight", "out_norm.weight", "out_proj.weight"]
@@ -188,7 +192,7 @@ def recomputed(delta_net: str, fields: dict) -> float:
 )
 def test_recomputing_activations_changes_no_gradient(fields):
     (error,) = launch.run(1, recomputed, "hosted", fields, timeout=180)
-    assert error < 1e-3  # of the few numbers of A_log: a sum in another order
+    assert error < FEW_NUMBERS
 
 
 def refused(delta_net: str, fields: dict) -> None:

@@ -46,7 +46,8 @@ class Manifest:
     ) -> torch.Tensor:
         """ValueError: the data is not here."""
         raise ValueError(
-            f"{self.folder / SOURCE} describes {name} but does not hold it; give the HF checkpoint (--hf)"
+            f"{self.folder / SOURCE} describes {name} but does not hold it;"
+            " give the HF checkpoint (hf=..., --hf)"
         )
 
     def parts(self, name: str, index: int | None = None) -> dict[str, torch.Tensor]:
@@ -107,7 +108,9 @@ def load_manifest(folder: str | Path) -> Manifest:
     folder = Path(folder)
     path = folder / SOURCE
     if not path.is_file():
-        raise ValueError(f"{folder} has no {SOURCE}; give the HF checkpoint it was imported from (--hf)")
+        raise ValueError(
+            f"{folder} has no {SOURCE}; give the HF checkpoint it was imported from (hf=..., --hf)"
+        )
     try:
         content = parse_json(path.read_text(encoding="utf-8"))
         if content["version"] != _VERSION:

@@ -4,8 +4,7 @@ A command is one module of this package, named in COMMANDS (a trailing underscor
 docstring's first line is its help; `add_arguments(parser)` declares its options and `run(args)` does the work
 and returns 0 (all right) or 1 (a check failed). A wrong request is a ValueError, LookupError or OSError
 raised anywhere below: `main` prints its message and returns 2. Anything else is a bug, or a worker that died:
-`main` prints where and returns 3. Importing a module of this package does not
-import torch.
+`main` prints where and returns 3. Importing a module of this package does not import torch.
 """
 
 import argparse

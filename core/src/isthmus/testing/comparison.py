@@ -40,7 +40,7 @@ def expected(
     if depth and name is None:
         raise LookupError(
             f"family {bridge.family.name} has no reference of its prediction block (mtp_reference)."
-            " Try: --set mtp_num_layers=none"
+            " Try: mtp_num_layers=None (--set mtp_num_layers=none)"
         )
     weight = model_config.mtp_loss_scaling_factor / depth if depth else 0.0
     model = reference.load(bridge.folder, torch.float32, name)

@@ -50,7 +50,7 @@ class Request:
         if row % parts and not padded:
             raise ValueError(
                 f"cannot divide rows of {row} tokens over tp={layout.tp} and cp={layout.cp};"
-                f" use a multiple of {parts} for --tokens"
+                f" use a multiple of {parts} for tokens (--tokens)"
             )
 
 

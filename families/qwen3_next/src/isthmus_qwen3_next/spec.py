@@ -106,8 +106,8 @@ def _check(config: TransformerConfig, delta_net: str, attention: str) -> None:
     if not isinstance(config.linear_attention_freq, list):
         raise ValueError(
             "linear_attention_freq must list each layer's kind, 1 for a delta net and 0 for full attention, "
-            f"got {config.linear_attention_freq!r}. On Megatron's command line: "
-            "--linear-attention-freq '([1]*3+[0])*12'"
+            f"got {config.linear_attention_freq!r}. For example: linear_attention_freq=([1] * 3 + [0]) * 12 "
+            "(--linear-attention-freq '([1]*3+[0])*12')"
         )
     if delta_net == "megatron" and config.tensor_model_parallel_size > 1 and not config.sequence_parallel:
         raise ValueError(
