@@ -198,3 +198,12 @@ def test_offenders_sees_every_spelling(tmp_path: Path, monkeypatch: pytest.Monke
     assert lines == {1, 2, 3, 6, 8}
     now = offenders([file], ("torch.distributed", "megatron"), at_import_time=True)
     assert {int(found.split(":")[1].split()[0]) for found in now} == {1, 2, 3}
+
+
+def test_the_recipe_for_a_family_names_every_file_of_the_one_to_copy() -> None:
+    recipe = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    package = ROOT / "families/qwen3_next/src/isthmus_qwen3_next"
+    files = {path.name for path in package.iterdir() if path.is_file() and not path.name.startswith("_")}
+    assert {
+        name for name in files - {"py.typed"} if f"`{name}`" not in recipe and f"/{name}`" not in recipe
+    } == set()
