@@ -53,12 +53,13 @@ MODEL = {
 }
 
 
-def through_megatron(fields: dict) -> tuple[dict, dict]:
-    """The fields of Megatron's two configs, made from `fields` by way of its command line."""
+def through_megatron(fields: dict) -> tuple[dict, dict, dict]:
+    """The fields of Megatron's two configs, made from `fields` by way of its command line; then as told."""
     import sys
 
     import isthmus.cpu
     from isthmus.checkpoint.megatron_arguments import arguments
+    from isthmus.checkpoint.megatron_arguments import fields as fields_told
 
     isthmus.cpu.install_training()
     from megatron.training.argument_utils import gpt_config_from_args
@@ -67,17 +68,37 @@ def through_megatron(fields: dict) -> tuple[dict, dict]:
     run = "--micro-batch-size 1 --seq-length 512 --train-iters 1 --lr 1 --eval-interval 1 --tokenizer-type"
     run += " NullTokenizer --no-masked-softmax-fusion --no-rope-fusion --no-gradient-accumulation-fusion"
     sys.argv = ["train", *arguments(fields), *run.split()]
-    config = gpt_config_from_args(parse_and_validate_args())
+    args = parse_and_validate_args()
+    config = gpt_config_from_args(args)
     return (
         {name: getattr(config.transformer, name) for name in FIELDS},
         {name: getattr(config, name) for name in MODEL},
+        fields_told(vars(args), fields),
     )
 
 
 def test_megatrons_own_parser_gives_back_the_fields() -> None:
-    transformer, model = launch.run(1, through_megatron, FIELDS | MODEL, timeout=120)[0]
+    transformer, model, told = launch.run(1, through_megatron, FIELDS | MODEL, timeout=120)[0]
     assert transformer == FIELDS
     assert model == MODEL | {"should_pad_vocab": False}  # the script has padded vocab_size itself
+    apart = {"bf16", "fp16", "params_dtype", "pipeline_dtype", "should_pad_vocab"}
+    assert told == {name: value for name, value in (FIELDS | MODEL).items() if name not in apart}
+
+
+def told_by(fields: dict, left_out: set[str]) -> dict:
+    """What the arguments of `fields` tell, as isthmus saves them: no default is spelled out."""
+    from isthmus.checkpoint.megatron_arguments import arguments, namespace
+    from isthmus.checkpoint.megatron_arguments import fields as fields_told
+
+    saved = vars(namespace(arguments(fields)))
+    return fields_told({name: value for name, value in saved.items() if name not in left_out}, fields)
+
+
+def test_an_argument_that_was_not_saved_has_its_default_and_a_derived_size_is_not_told() -> None:
+    told = launch.run(1, told_by, FIELDS | MODEL, {"rotary_base", "vocab_size"}, timeout=120)[0]
+    assert told["rotary_base"] == 10000
+    assert "vocab_size" not in told
+    assert told["moe_router_topk"] == 3
 
 
 def arguments_of(fields: dict) -> list[str]:

@@ -22,6 +22,8 @@ IMPLIED = frozenset(
     }
     | {"share_embeddings_and_output_weights", "hetereogenous_dist_checkpoint", "transformer_impl"}
 )
+# Sizes that Megatron derives where no argument gives them; tensors' shapes tell them too.
+DERIVED = frozenset({"vocab_size", "kv_channels", "ffn_hidden_size", "moe_ffn_hidden_size"})
 
 
 def arguments(fields: Mapping[str, Any], spec: Any = None) -> list[str]:
@@ -51,12 +53,15 @@ def arguments(fields: Mapping[str, Any], spec: Any = None) -> list[str]:
 def fields(args: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
     """The config fields among `names` that a run's arguments tell: inverse of :func:`arguments`.
 
-    An argument that was not saved has its default.
+    An argument that was not saved has its default; of `DERIVED`, only what was given is told.
     """
-    defaults = {name: action.default for name, action in _actions().items()}
-    told = {**defaults, **args}
+    told = {**{name: action.default for name, action in _actions().items()}, **args}
     found = {name: told[RENAMED.get(name, name)] for name in names if RENAMED.get(name, name) in told}
-    found = {name: value for name, value in found.items() if name not in IMPLIED}
+    found = {
+        name: value
+        for name, value in found.items()
+        if name not in IMPLIED and not (name in DERIVED and value is None)
+    }
     found["share_embeddings_and_output_weights"] = not told["untie_embeddings_and_output_weights"]
     if not told["group_query_attention"]:
         found["num_query_groups"] = told["num_attention_heads"]
