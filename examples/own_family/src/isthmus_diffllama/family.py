@@ -93,8 +93,8 @@ FAMILY = Family(
     axes=frozenset({"tp", "sp", "pp", "vp", "cp", "dp"}),
     tiny=Tiny(
         {
-            "default": Variant(CONFIG, mtp=False),
-            "tied": Variant(CONFIG | {"tie_word_embeddings": True}, mtp=False, head=False),
+            "default": Variant(CONFIG, mtp=False, reloaded=True),
+            "tied": Variant(CONFIG | {"tie_word_embeddings": True}, mtp=False, head=False, reloaded=True),
         }
     ),
 )
