@@ -107,17 +107,23 @@ class FamilyTests:
         assert cls.family.tiny is not None, f"family {cls.family.name} has no tiny checkpoints"
         return cls.family.tiny
 
+    @classmethod
+    def _reloads(cls, cases: Mapping[str, Case]) -> Mapping[str, Case]:
+        """One trip of each variant that is to be reloaded: one that divides all, where the family has it."""
+        chosen: dict[str, str] = {}
+        for name, case in cases.items():
+            if not cls.variants()[case.variant].reloaded or case.overrides or case.ddp:
+                continue
+            if case.variant not in chosen or case.layout == DIVIDED.resolved():
+                chosen[case.variant] = name
+        return {name: cases[name] for name in chosen.values()}
+
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """Fill in `case`, `reload_case`, `variant` and `config`."""
         cases = self.cases()
         values: dict[str, Mapping[str, Any]] = {
             "case": cases,
-            "reload_case": {
-                name: case
-                for name, case in cases.items()
-                if self.variants()[case.variant].reloaded
-                and case == Case(case.variant, DIVIDED.resolved(), {})
-            },
+            "reload_case": self._reloads(cases),
             "variant": {name: name for name in self.variants()},
             "config": {str(number): config for number, config in enumerate(self.published)},
         }
