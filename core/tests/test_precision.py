@@ -1,5 +1,8 @@
 """Marked parameters keep their dtype and every bit through casts of their module, or the loss is an error."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -151,3 +154,13 @@ def test_megatrons_wrappers_keep_the_bits(replace):
     assert found == bits(FINE)
     assert names == ["module.module.decay"]
     assert "DDP holds it: enforce before wrapping with DDP" in error
+
+
+def run_documented_example(text: str) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    exec(compile(code, "docs/precision.md", "exec"), {"__name__": "documented"})
+
+
+def test_the_documented_example_runs():
+    page = Path(__file__).parents[2] / "docs" / "precision.md"
+    run(1, run_documented_example, page.read_text(encoding="utf-8"), timeout=120)

@@ -49,19 +49,19 @@ def carried(
 
 
 @pytest.mark.parametrize(
-    ("layouts", "distributed", "fields"),
+    ("layouts", "sharding", "fields"),
     [
-        ([TP, UNEVEN, CHUNKS, EP, DP], True, {}),
-        ([TP, CHUNKS], True, {"hosted_mode": "replicated", "attention": "hosted"}),
-        ([TP, UNEVEN, EP, DP], False, {}),
+        ([TP, UNEVEN, CHUNKS, EP, DP], "fully_reshardable", {}),
+        ([TP, CHUNKS], "fully_reshardable", {"hosted_mode": "replicated", "attention": "hosted"}),
+        ([DP], "dp_reshardable", {}),
+        ([TP, UNEVEN, EP, DP], None, {}),
     ],
-    ids=["distributed", "replicated", "plain"],
+    ids=["distributed", "replicated", "dp-reshardable", "plain"],
 )
 def test_parameters_main_copies_and_moments_move_between_layouts_bit_for_bit(
-    source: Path, tmp_path: Path, layouts: list[Layout], distributed: bool, fields: dict[str, str]
+    source: Path, tmp_path: Path, layouts: list[Layout], sharding: str | None, fields: dict[str, str]
 ) -> None:
-    sharding = "fully_reshardable" if distributed else None
-    options = {"distributed": distributed, **fields}
+    options = {"distributed": sharding is not None, **fields}
     (expected,) = launch.run(1, saved, source, tmp_path / "saved", sharding, timeout=300, **options)
     assert expected["param"].keys() == expected["model"].keys()
     assert all(bool(moment.any()) for moment in expected["exp_avg_sq"].values()), "all trained"
@@ -87,20 +87,20 @@ def resumed(
 
 
 @pytest.mark.parametrize(
-    ("layout", "distributed", "sharding"),
+    ("layout", "sharding"),
     [
-        (TP, True, "fully_reshardable"),
-        (EP, True, "dp_reshardable"),
-        (CHUNKS, False, None),
-        (Layout(cp=2), True, "dp_reshardable"),
+        (TP, "fully_reshardable"),
+        (EP, "dp_reshardable"),
+        (CHUNKS, None),
+        (Layout(cp=2), "dp_reshardable"),
     ],
     ids=["tp2", "ep2-dp-reshardable", "pp2-vp2-plain", "cp2"],
 )
 def test_a_resumed_run_takes_the_same_step_as_one_that_did_not_stop(
-    source: Path, tmp_path: Path, layout: Layout, distributed: bool, sharding: str | None
+    source: Path, tmp_path: Path, layout: Layout, sharding: str | None
 ) -> None:
     given = (source, tmp_path / "saved", layout, sharding)
-    found = launch.run(2, resumed, *given, timeout=300, distributed=distributed)
+    found = launch.run(2, resumed, *given, timeout=300, distributed=sharding is not None)
     for (step, again), wrong in found:
         assert again == step
         assert wrong == []
