@@ -75,11 +75,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--micro-batch-size", type=int, default=1, help="sequences of a forward")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--lr", type=float, default=1e-5)
-    parser.add_argument("--min-lr", type=float, default=0.0)
     parser.add_argument("--warmup-steps", type=int, default=0)
     parser.add_argument("--decay-steps", type=int, help="of the cosine; --steps by default")
-    parser.add_argument("--weight-decay", type=float, default=0.01)
-    parser.add_argument("--clip-grad", type=float, default=1.0, help="largest norm; 0: no limit")
     parser.add_argument("--seed", type=int, default=1234)
     parser.add_argument("--save-every", type=int, metavar="STEPS", help="write a Megatron checkpoint")
     parser.add_argument("--export-every", type=int, metavar="STEPS", help="besides after the last step")
@@ -92,6 +89,36 @@ def train(args: argparse.Namespace) -> list[dict[str, float]]:
     """Train and export; what each step reported. Collective: torch.distributed is initialised."""
     if not args.resume and args.out.exists() and any(args.out.iterdir()):
         raise ValueError(f"{args.out} is not empty: continue with --resume, or choose another folder")
+    layout = make_layout(args)
+    layout.initialize(args.seed)
+    bridge = AutoBridge.from_hf_pretrained(args.hf)
+    model = build(args, bridge, layout)
+    optimizer, schedule = make_optimizer(args, model)
+    first = load_checkpoint(args.out / "megatron", model, optimizer, schedule) if args.resume else 0
+    text = tokenize(args.text.read_text(encoding="utf-8"), bridge)
+    speaks = dist.get_rank() == dist.get_world_size() - 1  # on the last stage, which has all losses
+    reports = []
+    for done in range(first + 1, args.steps + 1):
+        began = time.perf_counter()
+        model_parallel_cuda_manual_seed(args.seed + done)  # dropout; so nothing random has to be saved
+        batch = sequences(text, done - 1, args).chunk(layout.dp)[parallel_state.get_data_parallel_rank()]
+        reports.append({"step": done, **train_step(args, model, optimizer, batch)})
+        schedule.step(increment=1)
+        if speaks:
+            values = "  ".join(f"{name} {value:.6g}" for name, value in reports[-1].items())
+            rate = args.global_batch_size * args.seq_length / (time.perf_counter() - began)
+            print(f"{values}  ({rate:.0f} tokens/s)", flush=True)
+        if args.save_every and done % args.save_every == 0:
+            save_checkpoint(args.out / "megatron", done, model, optimizer, schedule)
+        if done == args.steps or (args.export_every and done % args.export_every == 0):
+            bridge.save_hf_pretrained(model, args.out / f"hf-{done}", overwrite=True)
+    if args.json and speaks:
+        args.json.write_text(json.dumps(reports, indent=1) + "\n")
+    return reports
+
+
+def make_layout(args: argparse.Namespace) -> Layout:
+    """The layout of all ranks that torchrun has started. ValueError: the batch does not divide over them."""
     sizes = {name: getattr(args, name) for name in ("tp", "pp", "vp", "ep", "etp", "cp", "pipeline_layout")}
     layout = Layout(dp=max(1, dist.get_world_size() // (args.tp * args.pp * args.cp)), **sizes)
     if args.global_batch_size % (layout.dp * args.micro_batch_size):
@@ -99,9 +126,11 @@ def train(args: argparse.Namespace) -> list[dict[str, float]]:
             f"cannot divide {args.global_batch_size} sequences over {layout.dp} data-parallel ranks"
             f" with {args.micro_batch_size} in each forward: change --global-batch-size or --micro-batch-size"
         )
-    layout.initialize(args.seed)
+    return layout
 
-    bridge = AutoBridge.from_hf_pretrained(args.hf)
+
+def build(args: argparse.Namespace, bridge: AutoBridge, layout: Layout) -> list[Any]:
+    """This rank's model chunks in Megatron's DDP, with the checkpoint's weights."""
     config = bridge.get_model_config(
         **layout.config_overrides(),
         params_dtype=DTYPES[args.dtype],
@@ -110,54 +139,29 @@ def train(args: argparse.Namespace) -> list[dict[str, float]]:
         **(RECOMPUTE if args.recompute else {}),
     )
     ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
-    model: list[Any] = bridge.build_model(config, wrap_with_ddp=True, ddp_config=ddp)
+    model = bridge.build_model(config, wrap_with_ddp=True, ddp_config=ddp)
     bridge.load_hf_weights(model)
-    optimizer, schedule = make_optimizer(args, model)
-    first = load_checkpoint(args.out / "megatron", model, optimizer, schedule) if args.resume else 0
+    return model
 
-    text = tokenize(args.text.read_text(encoding="utf-8"), bridge)
-    run_schedule = get_forward_backward_func()
-    reports = []
-    for step in range(first, args.steps):
-        began = time.perf_counter()
-        model_parallel_cuda_manual_seed(args.seed + step)  # dropout; nothing random to save
-        for chunk in model:
-            chunk.zero_grad_buffer()
-        optimizer.zero_grad()
-        batch = sequences(text, step, args).chunk(layout.dp)[parallel_state.get_data_parallel_rank()]
-        feeds = [feed(rows, layout.cp) for rows in batch.split(args.micro_batch_size)]
-        losses = run_schedule(
-            forward_step_func=forward_step,
-            data_iterator=[iter(feeds) for _ in model] if len(model) > 1 else iter(feeds),
-            model=model if len(model) > 1 else model[0],
-            num_microbatches=len(feeds),
-            seq_length=args.seq_length,
-            micro_batch_size=args.micro_batch_size,
-            forward_only=False,
-        )
-        lr = optimizer.param_groups[0]["lr"]
-        _, grad_norm, _ = optimizer.step()
-        schedule.step(increment=1)
 
-        report = {
-            "step": step + 1,
-            **mean_losses(losses, len(feeds)),
-            "grad_norm": float(grad_norm),
-            "lr": lr,
-        }
-        reports.append(report)
-        if dist.get_rank() == dist.get_world_size() - 1:  # of the last stage, which has all losses
-            values = "  ".join(f"{name} {value:.6g}" for name, value in report.items())
-            rate = args.global_batch_size * args.seq_length / (time.perf_counter() - began)
-            print(f"{values}  ({rate:.0f} tokens/s)", flush=True)
-        done = step + 1
-        if args.save_every and done % args.save_every == 0:
-            save_checkpoint(args.out / "megatron", done, model, optimizer, schedule)
-        if done == args.steps or (args.export_every and done % args.export_every == 0):
-            bridge.save_hf_pretrained(model, args.out / f"hf-{done}", overwrite=True)
-    if args.json and dist.get_rank() == dist.get_world_size() - 1:
-        args.json.write_text(json.dumps(reports, indent=1) + "\n")
-    return reports
+def train_step(args: argparse.Namespace, model: list[Any], optimizer: Any, batch: Tensor) -> dict[str, float]:
+    """One update by this data-parallel rank's sequences (B, S + 1); what to report of it. Collective."""
+    for chunk in model:
+        chunk.zero_grad_buffer()
+    optimizer.zero_grad()
+    feeds = [feed(rows, args.cp) for rows in batch.split(args.micro_batch_size)]
+    losses = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=[iter(feeds) for _ in model] if len(model) > 1 else iter(feeds),
+        model=model if len(model) > 1 else model[0],
+        num_microbatches=len(feeds),
+        seq_length=args.seq_length,
+        micro_batch_size=args.micro_batch_size,
+        forward_only=False,
+    )
+    lr = optimizer.param_groups[0]["lr"]
+    _, grad_norm, _ = optimizer.step()
+    return {**mean_losses(losses, len(feeds)), "grad_norm": float(grad_norm), "lr": lr}
 
 
 def make_optimizer(args: argparse.Namespace, model: list[Any]) -> tuple[Any, OptimizerParamScheduler]:
@@ -165,9 +169,9 @@ def make_optimizer(args: argparse.Namespace, model: list[Any]) -> tuple[Any, Opt
     adam = OptimizerConfig(
         optimizer="adam",
         lr=args.lr,
-        min_lr=args.min_lr,
-        weight_decay=args.weight_decay,
-        clip_grad=args.clip_grad,
+        min_lr=0.0,
+        weight_decay=0.01,
+        clip_grad=1.0,
         bf16=args.dtype == "bfloat16",
         params_dtype=DTYPES[args.dtype],
         use_distributed_optimizer=True,
@@ -177,12 +181,12 @@ def make_optimizer(args: argparse.Namespace, model: list[Any]) -> tuple[Any, Opt
         optimizer,
         init_lr=args.lr / max(1, args.warmup_steps),
         max_lr=args.lr,
-        min_lr=args.min_lr,
+        min_lr=0.0,
         lr_warmup_steps=args.warmup_steps,
         lr_decay_steps=args.decay_steps or args.steps,
         lr_decay_style="cosine",
-        start_wd=args.weight_decay,
-        end_wd=args.weight_decay,
+        start_wd=adam.weight_decay,
+        end_wd=adam.weight_decay,
         wd_incr_steps=0,
         wd_incr_style="constant",
     )
