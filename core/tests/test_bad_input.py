@@ -85,6 +85,20 @@ def unlink(name: str) -> Callable[[Path], None]:
     return lambda folder: (folder / name).unlink()
 
 
+def in_place(name: str, make: Callable[[Path], object]) -> Callable[[Path], None]:
+    """Something else in the place of a file."""
+
+    def replace(folder: Path) -> None:
+        (folder / name).unlink()
+        make(folder / name)
+
+    return replace
+
+
+def dangle(path: Path) -> None:
+    path.symlink_to("nowhere")
+
+
 # What is done to a good checkpoint, and what the message must say.
 DAMAGED: dict[str, tuple[Callable[[Path], None], list[str]]] = {
     "no config": (unlink("config.json"), ["has no config.json; it is not a Hugging Face checkpoint"]),
@@ -149,6 +163,13 @@ DAMAGED: dict[str, tuple[Callable[[Path], None], list[str]]] = {
         weights(lambda t: t.pop("lm_head.weight")),
         ["tie_word_embeddings=False", "no lm_head.weight"],
     ),
+    "weights that are a folder": (
+        in_place(WEIGHTS, Path.mkdir),
+        ["folders where files should be: "],
+    ),
+    "weights that are a broken link": (in_place(WEIGHTS, dangle), ["broken links: " + WEIGHTS]),
+    "config that is a folder": (in_place("config.json", Path.mkdir), ["config.json is a folder"]),
+    "config that is a broken link": (in_place("config.json", dangle), ["config.json is a broken link"]),
     "cut short": (data(lambda raw: raw[:-1000]), [WEIGHTS]),
     "header damaged": (data(lambda raw: raw[:8] + b"[" + raw[9:]), [WEIGHTS]),
     "header without a bottom": (
@@ -278,6 +299,15 @@ def test_fields_that_the_model_cannot_have_are_refused(
     message = refused(capsys, "import", good, tmp_path / "out", *settings)
     assert [word for word in words if word not in message] == [], message
     assert content(tmp_path) == {}
+
+
+def test_a_shard_size_that_is_none_is_refused_before_anything_is_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    message = refused(
+        capsys, "export", tmp_path / "megatron", tmp_path / "out", "--max-shard-size", "nonsense"
+    )
+    assert "nonsense" in message
 
 
 def test_torchruns_ranks_must_be_the_layouts(

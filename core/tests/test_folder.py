@@ -7,12 +7,13 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from isthmus.checkpoint import folder as folders
-from isthmus.checkpoint.folder import Staging, carry_side_files
+from isthmus.checkpoint.folder import Staging, carry_side_files, check_target
 from isthmus.checkpoint.writer import OutputTensor, ShardWriter
 
 
@@ -140,10 +141,25 @@ def test_targets_that_cannot_be_replaced_are_refused(tmp_path):
 
 
 def test_too_little_room_is_said_up_front_with_both_numbers(tmp_path):
-    with pytest.raises(OSError, match=r"needs 1,152,921,504,606,846,976 bytes .* has [\d,]+ free") as caught:
+    with pytest.raises(OSError, match=r"needs 1,175,979,934,698,983,915 bytes .* has [\d,]+ free") as caught:
         Staging(tmp_path / "out", nbytes=1 << 60)
     assert caught.value.errno == errno.ENOSPC
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_the_tensors_alone_would_fill_is_too_small(tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1_010_000))
+    with pytest.raises(OSError, match=r"needs 1,020,000 bytes .* has 1,010,000 free"):
+        Staging(tmp_path / "out", nbytes=1_000_000)
+    Staging(tmp_path / "out", nbytes=990_000).discard()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_above_the_target_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    for ask in (Staging, check_target):
+        with pytest.raises(ValueError, match=r"cannot be made: .*file is a file"):
+            ask(tmp_path / "file" / "sub" / "out")
 
 
 WRITE_AND_WAIT = """

@@ -1,5 +1,6 @@
 """HF -> Megatron's torch_dist checkpoint -> HF, over a change of layout, and a training run in between."""
 
+import resource
 import sys
 from pathlib import Path
 
@@ -43,6 +44,23 @@ def import_(hf: Path, layout: Layout, megatron: Path, **fields):
     bridge = AutoBridge.from_hf_pretrained(hf)
     config = bridge.get_model_config(**layout.config_overrides(), **fields)
     return bridge.import_ckpt(megatron, bridge.build_model(config))
+
+
+def import_on_a_full_disk(hf: Path, layout: Layout, megatron: Path) -> None:
+    """Import where no file can become longer than 300 kB."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    import_(hf, layout, megatron)
+
+
+def test_a_disk_that_fills_while_megatron_writes_is_an_error_of_the_system(
+    source: Path, tmp_path: Path
+) -> None:
+    target = tmp_path / "megatron"
+    target.mkdir()
+    with pytest.raises(OSError, match=r"Megatron could not write the checkpoint \(.*has [\d,]+ bytes free"):
+        run(Layout(tp=2), import_on_a_full_disk, source, Layout(tp=2), target)
+    assert [path.name for path in tmp_path.iterdir()] == ["megatron"]
+    assert list(target.iterdir()) == []
 
 
 def export(megatron: Path, layout: Layout, out: Path, hf: Path | None = None, build=None, **options) -> None:

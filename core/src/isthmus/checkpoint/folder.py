@@ -17,6 +17,7 @@ from pathlib import Path
 # Weights in any format, and what points at them: never a side file.
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.ckpt", "*.h5", "*.msgpack", "*.ot")
 WEIGHTS += ("*.onnx", "*.onnx_data", "*.safetensors.index*.json", "*.bin.index*.json")
+MARGIN = 50  # one part in so many, for headers, side files and what a file system keeps for itself
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
@@ -31,6 +32,7 @@ class Staging:
         self, target: str | Path, overwrite: bool = False, *, nbytes: int = 0, sources: Sequence[Path] = ()
     ) -> None:
         self.target = Path(os.path.realpath(target))  # a link stays a link; its folder is replaced
+        _check_above(self.target)
         _finish_replacement(self.target)
         _refuse(self.target, overwrite, sources)
         self.target.parent.mkdir(parents=True, exist_ok=True)
@@ -74,17 +76,20 @@ class Staging:
 
     def _check_room(self, nbytes: int) -> None:
         free = shutil.disk_usage(self.target.parent).free
-        if nbytes > free:
+        needed = nbytes + nbytes // MARGIN
+        if needed > free:
             raise OSError(
                 errno.ENOSPC,
-                f"{self.target} needs {nbytes:,} bytes and {self.target.parent} has {free:,} free; "
+                f"{self.target} needs {needed:,} bytes and {self.target.parent} has {free:,} free; "
                 f"make room or choose another disk",
             )
 
 
 def check_target(target: str | Path, overwrite: bool = False, *, sources: Sequence[Path] = ()) -> None:
     """ValueError where :class:`Staging` would refuse this target; for asking before hours of work."""
-    _refuse(Path(os.path.realpath(target)), overwrite, sources)
+    target = Path(os.path.realpath(target))
+    _check_above(target)
+    _refuse(target, overwrite, sources)
 
 
 def carry_side_files(source: str | Path, staging: Staging, into: str = "") -> list[str]:
@@ -117,6 +122,12 @@ def _side_files(root: Path, below: str, skip: set[Path]) -> Iterator[str]:
             raise ValueError(f"{path} is a broken link; complete the download of {root}")
         elif name != "config.json" and not any(fnmatch(path.name.lower(), pattern) for pattern in WEIGHTS):
             yield name
+
+
+def _check_above(target: Path) -> None:
+    """ValueError where a file stands in the way of the folders above the target."""
+    if above := next((path for path in target.parents if path.exists() and not path.is_dir()), None):
+        raise ValueError(f"{target} cannot be made: {above} is a file; choose another folder")
 
 
 def _refuse(target: Path, overwrite: bool, sources: Sequence[Path]) -> None:

@@ -29,7 +29,13 @@ def read_tensors(folder: Path) -> tuple[dict[str, TensorInfo], dict[str, os.stat
     unread = set()
     for name in names:
         if not (folder / name).is_file():
-            defects.add(f"{INDEX} names files that are not there", name, "download or copy them again")
+            if (folder / name).is_dir():
+                what = "folders where files should be"
+            elif (folder / name).is_symlink():
+                what = "broken links"
+            else:
+                what = f"{INDEX} names files that are not there"
+            defects.add(what, name, "download or copy them again")
             unread.add(name)
             continue
         found, status = read_header(folder / name, defects)
@@ -53,7 +59,7 @@ def read_tensors(folder: Path) -> tuple[dict[str, TensorInfo], dict[str, os.stat
 def _weight_map(folder: Path, defects: Defects) -> dict[str, str] | None:
     """Tensor name -> file name as the index has it; None where the folder has no index."""
     path = folder / INDEX
-    if not path.exists():
+    if not path.exists() and not path.is_symlink():
         return None
     try:
         weight_map = parse_json(path.read_text(encoding="utf-8"))["weight_map"]

@@ -32,6 +32,9 @@ def resolve(path_or_id: str | Path, revision: str | None = None) -> Path:
 def read_config(folder: Path) -> str:
     """The text of the folder's config.json. FileNotFoundError where there is none."""
     path = folder / "config.json"
+    if path.is_dir() or (path.is_symlink() and not path.exists()):
+        what = "a folder" if path.is_dir() else "a broken link"
+        raise FileNotFoundError(f"{path} is {what}; download or copy the file again")
     if not path.is_file():
         raise FileNotFoundError(f"{folder} has no config.json; it is not a Hugging Face checkpoint")
     try:

@@ -4,6 +4,7 @@ Everything here is collective. What surrounds the tensors is :mod:`isthmus.check
 """
 
 import copy
+import shutil
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
@@ -132,9 +133,11 @@ def _whole_config(bridge: Any, chunks: Sequence[nn.Module]) -> Any:
 
 
 def _save(chunks: Sequence[nn.Module], common: Mapping[str, Any], path: Path) -> None:
+    """Collective. OSError, on every rank, where one could not write."""
     from megatron.core import dist_checkpointing, parallel_state
     from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
     from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+    from torch.distributed.checkpoint.api import CheckpointException
 
     # What megatron.training records: it makes its state dicts of the same options when it loads.
     content = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
@@ -143,7 +146,15 @@ def _save(chunks: Sequence[nn.Module], common: Mapping[str, Any], path: Path) ->
     if replicas.size() > 1:
         strategy = FullyParallelSaveStrategyWrapper(strategy, replicas)
     states = {**common, **_sharded(chunks, content)}
-    dist_checkpointing.save(states, str(path), strategy, content_metadata=content)
+    try:
+        dist_checkpointing.save(states, str(path), strategy, content_metadata=content)
+    except CheckpointException as error:  # a BaseException; the first rank's alone has the reasons
+        reasons = "; ".join(dict.fromkeys(str(failure) for failure, _ in error.failures.values()))
+        disk = path.parent.parent  # where the staging folder was, which the first rank may have removed
+        raise OSError(
+            f"Megatron could not write the checkpoint ({reasons or 'the first rank knows why'}); {disk} has"
+            f" {shutil.disk_usage(disk).free:,} bytes free. Make room, mind quotas, or choose another disk"
+        ) from error
 
 
 def _sharded(chunks: Sequence[nn.Module], content: Mapping[str, Any]) -> dict[str, Any]:

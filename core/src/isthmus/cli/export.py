@@ -45,7 +45,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Export MEGATRON_DIR; OUT_DIR appears in one rename when everything is written."""
     from isthmus.checkpoint.folder import check_target
+    from isthmus.checkpoint.writer import parse_size
 
+    parse_size(args.max_shard_size)  # an error of a minute's work otherwise
     layout = layout_options.layout(args)
     fields = config_options.fields(args)
     bridge = _bridge(args.megatron_dir, args.hf)
