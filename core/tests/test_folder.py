@@ -1,6 +1,7 @@
 """Folders that appear whole or not at all, and what travels beside the weights."""
 
 import errno
+import shutil
 import resource
 import signal
 import subprocess
