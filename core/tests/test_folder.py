@@ -1,8 +1,8 @@
 """Folders that appear whole or not at all, and what travels beside the weights."""
 
 import errno
-import shutil
 import resource
+import shutil
 import signal
 import subprocess
 import sys
