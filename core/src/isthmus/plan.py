@@ -185,4 +185,5 @@ def _describe(number: int, held: list[Held], weights: WeightMap, layout: Layout)
         "bytes": weight_bytes,
         "gradient_bytes": 4 * total,
         "optimizer_bytes": optimizer,
+        "total_bytes": weight_bytes + 4 * total + optimizer,
     }

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,8 @@ def test_the_80b_model_at_tp4_pp4_ep8_is_counted_as_by_hand() -> None:
         if not last:  # 12 bytes each, 8 where there is no copy; divided over dp = 2, experts over 1
             dense = stage["parameters"] - own["experts"]
             assert stage["optimizer_bytes"] == 12 * own["experts"] + (12 * dense - 4 * decays) // 2
+        parts = stage["bytes"] + 4 * stage["parameters"] + stage["optimizer_bytes"]
+        assert stage["total_bytes"] == parts
 
 
 def plan_tiny(folder: Path, layout: Layout) -> dict:
@@ -173,7 +176,9 @@ class TestCommand:
         assert json.loads(document.read_text())["passed"]
         printed = capsys.readouterr().out
         assert "79,674,391,296 parameters on 32 ranks" in printed
-        assert "does not say whether there is an MTP block" in printed
+        assert printed.index("does not say whether there is an MTP block") < printed.index("One rank of each")
+        total = json.loads(document.read_text())["stages"][0]["total_bytes"]
+        assert f"{total / 2**30:.2f} GiB\n" in re.sub(" +\n", "\n", printed)
 
     def test_every_problem_is_listed_and_the_exit_code_is_1(
         self, config: Path, capsys: pytest.CaptureFixture[str]

@@ -56,6 +56,10 @@ def run(args: argparse.Namespace) -> int:
     kept = nullcontext(args.out) if args.out else tempfile.TemporaryDirectory(prefix="isthmus-demo-")
     with kept as folder:
         document = _story(output.console(args), family, Path(folder), args.steps)
+    if args.out:
+        output.console(args).print(
+            f"kept in {args.out}: {', '.join(sorted(p.name for p in args.out.iterdir()))}"
+        )
     output.write_json(args, {**document, "folder": str(args.out) if args.out else None})
     return 0 if document["passed"] else 1
 

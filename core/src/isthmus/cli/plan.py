@@ -16,7 +16,11 @@ if TYPE_CHECKING:
     from isthmus.bridge import AutoBridge
     from isthmus.layout import Layout
 
-GIB = 1 << 30
+UNITS = {"MiB": 1 << 20, "GiB": 1 << 30}
+ADAM = (
+    "Gradients are float32. Adam: two moments, and a float32 copy of narrower weights: 8 or 12 bytes a\n"
+    "parameter, shared by the ranks that hold the same (distributed optimizer). Activations come on top."
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -116,23 +120,26 @@ def _notes(bridge: "AutoBridge") -> list[str]:
 
 
 def _print(out: Any, document: dict[str, Any]) -> None:
-    """One rank of each stage, by size and by kind of parameter; the total; and what is wrong."""
-    if stages := document["stages"]:
-        out.print(_sizes(stages))
-        out.print(_kinds(stages))
-        total, ranks = document["parameters"], document["world_size"]
-        out.print(f"{document['model_type']}: {total:,} parameters on {ranks} ranks")
+    """What was assumed; one rank of each stage, by size and by kind of parameter; what is wrong."""
     for line in document["notes"]:
         out.print(f"note: {line}")
+    if stages := document["stages"]:
+        ranks = output.counted(document["world_size"], "rank")
+        out.print(f"{document['model_type']}: {document['parameters']:,} parameters on {ranks}")
+        out.print(_sizes(stages))
+        out.print(ADAM)
+        out.print(_kinds(stages))
     for problem in document["problems"]:
         out.print(f"problem: {problem}")
 
 
 def _sizes(stages: list[dict[str, Any]]) -> Any:
-    head = ("stage", "layers", "parameters", "weights", "float32 gradients", "distributed Adam")
+    head = ("stage", "layers", "parameters", "weights", "gradients", "Adam", "total")
     rows = output.table(*head, right=head[2:], title="One rank of each pipeline stage")
+    unit = "GiB" if max(stage["total_bytes"] for stage in stages) >= UNITS["GiB"] else "MiB"
     for stage in stages:
-        sizes = [_gib(stage[name]) for name in ("bytes", "gradient_bytes", "optimizer_bytes")]
+        parts = ("bytes", "gradient_bytes", "optimizer_bytes", "total_bytes")
+        sizes = [f"{stage[part] / UNITS[unit]:,.2f} {unit}" for part in parts]
         rows.add_row(str(stage["stage"]), _ranges(stage["layers"]), f"{stage['parameters']:,}", *sizes)
     return rows
 
@@ -154,10 +161,6 @@ def _kinds(stages: list[dict[str, Any]]) -> Any:
         if any(counts):
             rows.add_row(kind, *(f"{count:,}" for count in counts))
     return rows
-
-
-def _gib(nbytes: int) -> str:
-    return f"{nbytes / GIB:,.2f} GiB"
 
 
 def _ranges(numbers: list[int]) -> str:

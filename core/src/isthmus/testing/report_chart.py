@@ -6,7 +6,7 @@ from html import escape
 from typing import NamedTuple
 
 WIDTH, HEIGHT = 900, 320
-LEFT, RIGHT, TOP, BOTTOM = 62, 22, 18, 48
+LEFT, RIGHT, TOP, BOTTOM = 62, 22, 34, 48
 FLOAT32_ROUNDING = 2.0**-24
 
 
@@ -50,13 +50,15 @@ def chart(points: Sequence[Point], bound: float, *, floor: bool) -> str:
             f'<circle class="dot{over}" cx="{x(index):.1f}" cy="{y(point.value):.1f}" r="5">'
             f"<title>{escape(point.label)}: {point.value:.2e}</title></circle>"
         )
-        if index % every == 0 or not point.joined:
+        named = not point.label.isdigit()  # always told; the others where there is room
+        if named or (index % every == 0 and (every == 1 or index + every < len(points))):
+            below = 38 if named and not point.joined else 20  # MTP logits under the logits
             parts.append(
-                f'<text x="{x(index):.1f}" y="{HEIGHT - BOTTOM + 20}" text-anchor="middle">'
+                f'<text x="{x(index):.1f}" y="{HEIGHT - BOTTOM + below}" text-anchor="middle">'
                 f"{escape(point.label)}</text>"
             )
     parts.append(f'<text x="{LEFT - 10}" y="{HEIGHT - BOTTOM + 20}" text-anchor="end">layer</text>')
-    parts.append('<text x="0" y="-2">rel RMS, logarithmic scale</text>')
+    parts.append('<text x="0" y="14">rel RMS, logarithmic scale</text>')
     return (
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="relative error by layer">'
         + "".join(parts)
