@@ -1,6 +1,7 @@
 """Hugging Face checkpoint -> Megatron torch_dist checkpoint, for `--load`."""
 
 import argparse
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,13 +37,15 @@ def run(args: argparse.Namespace) -> int:
         layout, on_rank, layout, source, args.megatron_dir, args.dtype, fields, args.overwrite
     )
     report = ranks[0]["report"]
+    target = shlex.quote(str(args.megatron_dir))
     output.console(args).print(
         f"{ranks[0]['model_type']}: {report.hf_tensors} tensors loaded"
         f" on {output.counted(layout.world_size, 'rank')},"
         f" {len(report.passed_through)} left to an export to copy, {len(report.dropped)} dropped"
         + "".join(f", {name} is {source}" for name, source in report.shared.items())
         + "\n"
-        f"start a run with: $(cat {args.megatron_dir}/megatron_args.txt) --load {args.megatron_dir}"
+        f"start Megatron's training script with: $(cat {target}/megatron_args.txt) --load {target}"
+        "\n(in bash after `set -f`, which keeps lists in brackets as they are)"
     )
     document = {
         "model_type": ranks[0]["model_type"],
