@@ -7,6 +7,7 @@ them are symmetric: loading and exporting share them, so that the round trip com
 import contextlib
 import copy
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -350,6 +351,16 @@ def test_a_norm_off_by_one_is_seen_in_the_first_layer(checkpoints: Callable[[str
     assert document["roundtrip"]["bitwise_equal"]
     assert not document["passed"]
     assert document["forward"]["first_diverging_layer"] == 0
+
+
+def test_dropout_is_off_on_both_sides_and_said(checkpoints: Callable[[str], Path], tmp_path: Path) -> None:
+    shutil.copytree(checkpoints("default"), tmp_path / "hf")
+    raw = json.loads((tmp_path / "hf" / "config.json").read_text()) | {"attention_dropout": 0.5}
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(raw))
+    request = replace(GRADIENTS, overrides={"attention": "hosted"})
+    document = proof(tmp_path / "hf", Layout(), request)
+    assert document["failures"] == []
+    assert document["request"]["dropout_off"] == {"attention_dropout": 0.5}
 
 
 def test_swapped_halves_of_the_prediction_input_are_seen_in_its_logits_alone(

@@ -55,7 +55,7 @@ def load(folder: Path, dtype: torch.dtype, mtp_reference: str | None = None) -> 
     with plain_folder(folder) as plain:
         hf, mtp = _load(plain, dtype, mtp_reference)
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
-    return Model(hf.to(device), mtp.to(device) if mtp else None)
+    return Model(hf.to(device).eval(), mtp.to(device).eval() if mtp else None)  # without dropout
 
 
 def _load(folder: Path, dtype: torch.dtype, mtp_reference: str | None) -> tuple[Any, nn.Module | None]:

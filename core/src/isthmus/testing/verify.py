@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from isthmus.bridge import AutoBridge
     from isthmus.layout import Layout
 
+DROPOUTS = ("attention_dropout", "hidden_dropout")
+
 type Watch = Callable[[str], AbstractContextManager[None]]
 
 
@@ -68,6 +70,9 @@ def verify(bridge: "AutoBridge", layout: "Layout", request: Request, watch: Watc
             "tokens": request.tokens,
             "seed": request.seed,
             "packed": request.packed,
+            "dropout_off": {
+                name: bridge.megatron_fields[name] for name in DROPOUTS if bridge.megatron_fields.get(name)
+            },
             "overrides": {name: str(value) for name, value in request.overrides.items()},
         },
         "passed": False,
@@ -104,9 +109,14 @@ def verify(bridge: "AutoBridge", layout: "Layout", request: Request, watch: Watc
 def _build(
     bridge: "AutoBridge", layout: "Layout", request: Request, dtype: torch.dtype, *, with_ddp: bool
 ) -> list[Any]:
-    fixed = {"params_dtype": dtype, "calculate_per_token_loss": True}
+    """The model in training mode without dropout, which would be other random numbers on each side."""
+    fixed = {"params_dtype": dtype, "calculate_per_token_loss": True, **dict.fromkeys(DROPOUTS, 0.0)}
     config = bridge.get_model_config(**{**request.overrides, **layout.config_overrides(), **fixed})
-    return bridge.build_model(config, wrap_with_ddp=with_ddp)
+    chunks = bridge.build_model(config, wrap_with_ddp=with_ddp)
+    for module in (module for chunk in chunks for module in chunk.modules()):
+        if isinstance(getattr(module, "attention_dropout", None), float):  # HF's own, hosted
+            module.attention_dropout = 0.0  # type: ignore[assignment]
+    return chunks
 
 
 def _load(bridge: "AutoBridge", chunks: list[Any]) -> str | None:
