@@ -138,7 +138,7 @@ def _print(document: dict[str, Any], args: argparse.Namespace) -> None:
     ranks = output.counted(len(document["peak_rss_mb_per_rank"]), "rank")
     verdict = "PASSED" if document["passed"] else "FAILED"
     out.print(f"{verdict}: {document['model_type']}, {document['dtype']}, {ranks}")
-    for name, value in document["request"]["dropout_off"].items():
+    for name, value in document["request"].get("dropout_off", {}).items():
         out.print(f"  {name}={value} of config.json is off in both models")
     for failure in document["failures"]:
         out.print(f"  {failure}")
