@@ -154,6 +154,12 @@ def rows(document: dict[str, Any]) -> list[tuple[str, str, str]]:
         text += f", {left} not loaded on purpose" if left else ""
         text += "".join(f", {name} is {source}" for name, source in coverage.get("shared", {}).items())
         found.append(("coverage", f"{text}, {coverage['megatron_params']} Megatron tensors", ""))
+    if quantised := document.get("quantisation"):
+        formats = ", ".join(f"{count} {label}" for label, count in quantised["formats"].items())
+        low, high = quantised["gain"]
+        wrong = len(quantised["implausible"]) or "none"
+        text = f"{formats}; gains {low:.2g} to {high:.2g}, {wrong} implausible"
+        found.append(("quantised tensors", text, ""))
     if trip := document["roundtrip"]:
         text = f"{trip['tensors'] - len(trip['mismatched'])} of {trip['tensors']} tensors bitwise equal"
         found.append(("round trip", text, ""))

@@ -1,9 +1,11 @@
 """What became of every tensor and every bit: coverage, round trip, and the dtypes of the parameters."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from isthmus.checkpoint.dtypes import rounds, same_bits
@@ -80,3 +82,33 @@ def round_trip(
     mismatched |= weights.cover(reader.tensors).loaded - exported
     trip = {"tensors": len(exported), "bitwise_equal": not mismatched, "mismatched": sorted(mismatched)}
     return trip, {"fp32_params": sorted(wide), "rounded": sorted(rounded)}
+
+
+# A matrix takes numbers of size 1 to numbers of about this size: what a model can be trained to. Codes taken
+# for numbers, or a scale applied the wrong way round, are beyond.
+PLAUSIBLE = (1e-3, 1e2)
+
+
+def quantised(reader: Any) -> dict[str, Any] | None:
+    """The `quantisation` section, None for a plain checkpoint; alike on every rank, which divide the work.
+
+    `gain` of a matrix is its root mean square times the square root of its columns.
+    """
+    items = list(getattr(reader, "quantised", {}).items())
+    if not items:
+        return None
+    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    mine: dict[str, float] = {}
+    for name, item in items[rank::size]:
+        for index in range(item.shape[0]) if len(item.shape) == 3 else [None]:
+            values = reader.slice(name, index=index).float()
+            label = name if index is None else f"{name}[{index}]"
+            mine[label] = (values.square().mean().sqrt() * values.shape[-1] ** 0.5).item()
+    gains = {name: gain for found in from_all(mine) for name, gain in found.items()}
+    least, most = PLAUSIBLE
+    return {
+        "formats": dict(Counter(item.label for _, item in items)),
+        "tensors": len(items),
+        "gain": [min(gains.values()), max(gains.values())],
+        "implausible": {name: gain for name, gain in gains.items() if not least <= gain <= most},
+    }

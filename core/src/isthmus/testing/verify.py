@@ -77,7 +77,9 @@ def verify(bridge: "AutoBridge", layout: "Layout", request: Request, watch: Watc
         },
         "passed": False,
         "failures": [],
-        **dict.fromkeys(("coverage", "roundtrip", "dtypes", "forward", "gradients", "bounds")),
+        **dict.fromkeys(
+            ("coverage", "quantisation", "roundtrip", "dtypes", "forward", "gradients", "bounds")
+        ),
     }
     source_dtype = main_dtype(bridge.reader.tensors.values()) or request.dtype
     same = source_dtype == request.dtype
@@ -93,6 +95,8 @@ def verify(bridge: "AutoBridge", layout: "Layout", request: Request, watch: Watc
         problem = _load(bridge, chunks)
     if _failed(document, [problem] if problem else []):
         return document
+    document["quantisation"] = audit.quantised(bridge.reader)
+    _failed(document, _implausible(document["quantisation"]))
     with watch("export"):
         document["roundtrip"], document["dtypes"] = audit.round_trip(chunks, weights, bridge.reader)
     _failed(document, _audit_failures(document))
@@ -166,6 +170,18 @@ def _compare(
     if expected is None:
         return []
     return comparison.failures(expected.bounds, document["forward"], document["gradients"])
+
+
+def _implausible(section: dict[str, Any] | None) -> list[str]:
+    """Dequantised matrices of a size that no model has."""
+    if not section or not section["implausible"]:
+        return []
+    names, (least, most) = section["implausible"], audit.PLAUSIBLE
+    gains = f"gains from {min(names.values()):.1e} to {max(names.values()):.1e}"
+    return [
+        f"dequantised weights are implausible ({len(names)}): {', '.join(collapse(names))}: {gains}, and"
+        f" trained ones lie between {least:g} and {most:g}"
+    ]
 
 
 def _audit_failures(document: dict[str, Any]) -> list[str]:

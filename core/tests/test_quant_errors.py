@@ -1,0 +1,312 @@
+"""A quantised checkpoint with something missing, unfit or unknown: one error, which names it."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from isthmus.checkpoint.dequantised import open_checkpoint
+
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [16, 16]}
+MXFP4 = {"quant_method": "mxfp4"}
+
+
+def int4(**weights: object) -> dict:
+    said = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True, **weights}
+    group = {"targets": ["Linear"], "weights": said}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"group_0": group},
+    }
+
+
+def e4m3(*shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=torch.uint8).view(torch.float8_e4m3fn)
+
+
+def good() -> dict[str, Tensor]:
+    """Two FP8 matrices of (72, 50) in blocks of 16, a stack, and a norm."""
+    matrices = {
+        f"layers.{i}.up.weight{end}": tensor
+        for i in range(2)
+        for end, tensor in {"": e4m3(72, 50), "_scale_inv": torch.ones(5, 4)}.items()
+    }
+    stack = {"experts.down": e4m3(3, 20, 20), "experts.down_scale_inv": torch.ones(3, 2, 2)}
+    return {**matrices, **stack, "norm.weight": torch.ones(4).bfloat16()}
+
+
+def words(cols: int) -> Tensor:
+    return torch.zeros(4, cols // 8, dtype=torch.int32)
+
+
+def without(name: str) -> dict[str, Tensor]:
+    return {key: tensor for key, tensor in good().items() if key != name}
+
+
+PLAIN = {"a.weight": torch.ones(4, 4).bfloat16()}
+BAD: dict[str, tuple[Callable[[], dict[str, Tensor]], dict | None, list[str]]] = {
+    "scale missing": (
+        lambda: without("layers.1.up.weight_scale_inv"),
+        FP8,
+        ["FP8 codes without a scale", "layers.1.up.weight", "X_scale_inv", "X.scale"],
+    ),
+    "scale of a stack missing": (
+        lambda: without("experts.down_scale_inv"),
+        FP8,
+        ["FP8 codes without a scale", "experts.down"],
+    ),
+    "all scales missing": (
+        lambda: {k: t for k, t in good().items() if "_scale" not in k},
+        FP8,
+        ["layers.{0..1}.up.weight", "experts.down"],
+    ),
+    "weight missing": (
+        lambda: without("layers.0.up.weight"),
+        FP8,
+        ["a scale of no quantised tensor", "layers.0.up.weight_scale_inv"],
+    ),
+    "two scales": (
+        lambda: good() | {"layers.0.up.weight_scale": torch.ones(5, 4)},
+        FP8,
+        ["several scales", "layers.0.up.weight_scale_inv, layers.0.up.weight_scale"],
+    ),
+    "grid of whole blocks only": (
+        lambda: good() | {"layers.0.up.weight_scale_inv": torch.ones(4, 4)},
+        FP8,
+        ["does not fit", "(4, 4) for (72, 50)", "expected (5, 4)"],
+    ),
+    "grid of a stack": (
+        lambda: good() | {"experts.down_scale_inv": torch.ones(3, 2, 1)},
+        FP8,
+        ["does not fit", "experts.down", "(3, 2, 1)", "expected (3, 2, 2)"],
+    ),
+    "other blocks than the config's": (
+        good,
+        {**FP8, "weight_block_size": [8, 8]},
+        ["does not fit", "(9, 7)"],
+    ),
+    "blocks, and none in the config": (
+        good,
+        {"quant_method": "fp8"},
+        ["does not fit", "tensor or channel"],
+    ),
+    "other codes than the config's": (good, {**FP8, "fmt": "e5m2"}, ["e4m3 codes", "says fmt e5m2"]),
+    "a scale of whole numbers": (
+        lambda: good() | {"layers.0.up.weight_scale_inv": torch.ones(5, 4).int()},
+        FP8,
+        ["a scale cannot be torch.int32"],
+    ),
+    "not to be quantised": (
+        good,
+        {**FP8, "modules_to_not_convert": ["layers.1.up"]},
+        ["quantization_config says that it is not", "layers.1.up.weight"],
+    ),
+    "quantised by the config alone": (
+        lambda: PLAIN,
+        FP8,
+        ["quantization_config (fp8)", "no tensor is quantised"],
+    ),
+    "quantised by the tensors alone": (
+        good,
+        None,
+        ["no quantization_config", "float8_e4m3fn", "layers.{0..1}"],
+    ),
+    "unknown method": (good, {"quant_method": "awq"}, ["quantization_config (awq)", "fp8, mxfp4"]),
+    "method that is not the tensors'": (good, MXFP4, ["FP8 codes", "(mxfp4) says otherwise"]),
+    "other floats of a byte": (
+        lambda: {"a.weight": e4m3(4, 4).view(torch.float8_e4m3fnuz), "a.weight_scale": torch.ones(())},
+        FP8,
+        ["float8_e4m3fnuz codes that no known format explains"],
+    ),
+    "bytes without a scale": (
+        lambda: good() | {"e.w1.weight": torch.zeros(4, 16, dtype=torch.int8)},
+        FP8,
+        ["int8 codes that no known format explains", "e.w1.weight"],
+    ),
+    "blocks of FP4 without scales": (
+        lambda: {"e.up_blocks": torch.zeros(2, 4, 1, 16, dtype=torch.uint8)},
+        MXFP4,
+        ["MXFP4 codes without a scale", "e.up_blocks", "X_scales"],
+    ),
+    "scales of FP4 without blocks": (
+        lambda: {"e.up_scales": torch.zeros(2, 4, 1, dtype=torch.uint8)},
+        MXFP4,
+        ["a scale of no quantised tensor", "e.up_scales"],
+    ),
+    "scales of FP4 that do not fit": (
+        lambda: {
+            "e.up_blocks": torch.zeros(2, 4, 2, 16, dtype=torch.uint8),
+            "e.up_scales": torch.zeros(2, 4, 1, dtype=torch.uint8),
+        },
+        MXFP4,
+        ["does not fit", "e.up_scales is (2, 4, 1), expected (2, 4, 2)"],
+    ),
+    "packed integers without a scale": (
+        lambda: {"a.weight_packed": words(64)},
+        int4(),
+        ["integer codes without a scale", "a.weight_packed"],
+    ),
+    "packed integers in other groups": (
+        lambda: {"a.weight_packed": words(64), "a.weight_scale": torch.ones(4, 4).bfloat16()},
+        int4(),
+        ["does not fit", "a.weight_scale is (4, 4), expected (4, 2)"],
+    ),
+    "zero points that the config denies": (
+        lambda: {
+            "a.weight_packed": words(64),
+            "a.weight_scale": torch.ones(4, 2).bfloat16(),
+            "a.weight_zero_point": torch.zeros(1, 2).int(),
+        },
+        int4(),
+        ["with zero points", "says otherwise"],
+    ),
+    "columns in another order": (
+        lambda: {
+            "a.weight_packed": words(64),
+            "a.weight_scale": torch.ones(4, 2).bfloat16(),
+            "a.weight_g_idx": torch.zeros(64).int(),
+        },
+        int4(actorder="group"),
+        ["actorder", "a.weight_packed"],
+    ),
+}
+
+
+def write(folder: Path, tensors: dict[str, Tensor], entry: dict | None) -> dict:
+    save_file(tensors, folder / "model.safetensors")
+    config = {"torch_dtype": "bfloat16"} | ({} if entry is None else {"quantization_config": entry})
+    (folder / "config.json").write_text(json.dumps(config))
+    return config
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_does_not_fit_is_named(tmp_path, case):
+    tensors, entry, messages = BAD[case]
+    with pytest.raises(ValueError, match=r"quantised|quantization|usable") as caught:
+        open_checkpoint(tmp_path, write(tmp_path, tensors(), entry))
+    for message in messages:
+        assert message in str(caught.value)
+
+
+def test_the_good_checkpoint_is_good(tmp_path):
+    with open_checkpoint(tmp_path, write(tmp_path, good(), FP8)) as reader:
+        assert list(reader.tensors) == [n for n in reader.stored.tensors if "_scale" not in n]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("layers.0.up.weight_scale_inv", float("nan"), "layers.0.up.weight_scale_inv: a scale is NaN or Inf"),
+        ("layers.0.up.weight_scale_inv", float("inf"), "layers.0.up.weight_scale_inv: a scale is NaN or Inf"),
+        ("layers.0.up.weight", float("nan"), "layers.0.up.weight: a code of FP8 e4m3 is NaN or Inf"),
+        ("experts.down", float("nan"), "experts.down: a code of FP8 e4m3 is NaN or Inf"),
+    ],
+)
+def test_nan_and_inf_are_errors_where_they_are_read(tmp_path, name, value, message):
+    tensors = good()
+    number = torch.tensor(value).to(tensors[name].dtype)
+    flat = tensors[name].view(torch.uint8 if tensors[name].itemsize == 1 else tensors[name].dtype).flatten()
+    flat[-1] = number.view(flat.dtype)
+    with (
+        open_checkpoint(tmp_path, write(tmp_path, tensors, FP8)) as reader,
+        pytest.raises(ValueError, match="NaN or Inf") as caught,
+    ):
+        reader.slice(name.removesuffix("_scale_inv"))
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("code", [0x7C, 0x7D, 0xFC, 0xFF])
+def test_e5m2_has_inf_and_nan(tmp_path, code):
+    codes = torch.tensor([[0, code]], dtype=torch.uint8).view(torch.float8_e5m2)
+    tensors = {"a.weight": codes, "a.weight_scale": torch.ones(())}
+    config = write(tmp_path, tensors, {"quant_method": "fp8"})
+    with open_checkpoint(tmp_path, config) as reader, pytest.raises(ValueError, match="NaN or Inf"):
+        reader.slice("a.weight")
+
+
+def test_nan_of_e8m0_is_an_error(tmp_path):
+    tensors = {
+        "e.up_blocks": torch.zeros(1, 4, 1, 16, dtype=torch.uint8),
+        "e.up_scales": torch.full((1, 4, 1), 255, dtype=torch.uint8),
+    }
+    config = write(tmp_path, tensors, MXFP4)
+    with (
+        open_checkpoint(tmp_path, config) as reader,
+        pytest.raises(ValueError, match="a scale is NaN or Inf"),
+    ):
+        reader.slice("e.up", index=0)
+
+
+def test_a_shape_that_is_not_the_stored_one_is_an_error(tmp_path):
+    tensors = {
+        "a.weight_packed": words(64),
+        "a.weight_scale": torch.ones(4, 2).bfloat16(),
+        "a.weight_shape": torch.tensor([4, 63]),
+    }
+    config = write(tmp_path, tensors, int4())
+    with open_checkpoint(tmp_path, config) as reader, pytest.raises(ValueError, match=r"says \[4, 63\]"):
+        reader.slice("a.weight")
+
+
+def shards(folder: Path, files: dict[str, dict[str, Tensor]], entry: dict) -> dict:
+    """A checkpoint of several files and its index."""
+    for file, tensors in files.items():
+        save_file(tensors, folder / file)
+    weight_map = {name: file for file, tensors in files.items() for name in tensors}
+    index = {"metadata": {"total_size": 0}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return {"torch_dtype": "bfloat16", "quantization_config": entry}
+
+
+@pytest.fixture
+def spread(tmp_path: Path) -> dict:
+    """Weights in two files, their scales in a third."""
+    tensors = good()
+    named = ["model-00001-of-00003.safetensors", "model-00002-of-00003.safetensors"]
+    third = "model-00003-of-00003.safetensors"
+    files = {
+        named[0]: {n: t for n, t in tensors.items() if n.startswith("layers") and "_scale" not in n},
+        named[1]: {n: t for n, t in tensors.items() if not n.startswith("layers") and "_scale" not in n},
+        third: {n: t for n, t in tensors.items() if "_scale" in n},
+    }
+    return shards(tmp_path, files, FP8)
+
+
+def test_a_scale_in_another_file_is_found(tmp_path, spread):
+    with open_checkpoint(tmp_path, spread) as reader:
+        assert set(reader.quantised) == {"layers.0.up.weight", "layers.1.up.weight", "experts.down"}
+        assert reader.slice("layers.0.up.weight").shape == (72, 50)
+
+
+def test_an_absent_file_of_scales_is_named(tmp_path, spread):
+    (tmp_path / "model-00003-of-00003.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"files that are not there: model-00003-of-00003\.safetensors"):
+        open_checkpoint(tmp_path, spread)
+
+
+def test_names_that_only_look_like_scales_are_weights(tmp_path):
+    tensors = good() | {
+        "router.scale": torch.ones(2).bfloat16(),
+        "attn.logit_scale": torch.ones(1).bfloat16(),
+    }
+    with open_checkpoint(tmp_path, write(tmp_path, tensors, FP8)) as reader:
+        assert {"router.scale", "attn.logit_scale"} <= set(reader.tensors)
+
+
+def test_the_same_name_with_an_ending_is_not_taken_for_the_weight(tmp_path):
+    """KF 46: `x.weight` and `x.weight_scale_inv`, anchored."""
+    tensors = {
+        "x.weight": e4m3(16, 16),
+        "x.weight_scale_inv": torch.full((1, 1), 2.0),
+        "ax.weight": e4m3(16, 16),
+        "ax.weight_scale_inv": torch.full((1, 1), 3.0),
+    }
+    with open_checkpoint(tmp_path, write(tmp_path, tensors, FP8)) as reader:
+        assert {name: item.parts["scale"] for name, item in reader.quantised.items()} == {
+            name: f"{name}_scale_inv" for name in ("x.weight", "ax.weight")
+        }
