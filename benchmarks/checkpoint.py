@@ -5,9 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from huggingface_hub import save_torch_state_dict
+from safetensors.torch import load_file
 
 from isthmus import AutoBridge
 from isthmus.layout import Layout
+from isthmus.testing.quantised import E4M3, FLOAT32, SCALE_INV, Kind, Storage, quantise_tensors
 from isthmus_qwen3_next.tiny import tiny_config
 
 
@@ -45,6 +47,23 @@ SHAPES = {
     "128-experts": Shape(layers=4, experts=128, hidden=1024, expert_rows=512),  # 1 MiB a tensor
     "tiny": Shape(layers=4, experts=16, hidden=128, expert_rows=32),  # to try the benchmarks themselves
 }
+
+
+def quantise(folder: str, target: str) -> int:
+    """Write the checkpoint in `folder` again in FP8, blocks of 128 x 128, into `target`; its bytes."""
+    block = Storage(
+        {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]},
+        Kind(E4M3, lambda rows, cols: (128, 128), SCALE_INV, FLOAT32),
+    )
+    tensors = {}
+    for path in sorted(Path(folder).glob("*.safetensors")):
+        tensors |= load_file(path)
+    stored, entry = quantise_tensors(tensors, block)
+    Path(target).mkdir(parents=True)
+    save_torch_state_dict(stored, target, max_shard_size="500MB")
+    config = json.loads((Path(folder) / "config.json").read_text())
+    (Path(target) / "config.json").write_text(json.dumps(config | {"quantization_config": entry}, indent=2))
+    return sum(tensor.nbytes for tensor in stored.values())
 
 
 def make(folder: str, shape: str) -> int:

@@ -38,6 +38,18 @@ def import_warm(folder: str, layout: dict[str, int], repeats: int) -> dict[str, 
     return in_turn({"reference": plain, "isthmus": load}, repeats, load.prepare)
 
 
+def import_quantised(folder: str, layout: dict[str, int], repeats: int, quantised: str) -> dict[str, Any]:
+    """The same model from FP8 files against from bf16 files, both in the page cache."""
+    model = _model(folder, layout)
+    plain, codes = _Load(folder, model), _Load(quantised, model)
+
+    def prepare() -> None:
+        plain.prepare()
+        codes.prepare()
+
+    return in_turn({"reference": plain, "isthmus": codes}, repeats, prepare)
+
+
 def import_cold(folder: str, layout: dict[str, int], repeats: int) -> dict[str, Any]:
     """Files out of the page cache: the whole import against reading them from first to last byte."""
     model = _model(folder, layout)

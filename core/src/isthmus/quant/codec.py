@@ -92,6 +92,8 @@ def dequantise(
         return torch.empty(rows, width, dtype=dtype)
     begin = 0 if cols is None else cols[0] // codec.word * codec.word
     step = max(1, CHUNK * rows // (codes.numel() * codec.word))
+    if step > block[0]:
+        step -= step % block[0]
     result: Tensor | None = None
     for first in range(0, rows, step):
         numbers = codec.decode(codes[first : first + step])

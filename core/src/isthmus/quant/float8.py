@@ -33,9 +33,10 @@ class Float8(Codec):
         return {CODES: (rows, cols), "scale": grid_shape(rows, cols, block)}
 
     def decode(self, codes: Tensor) -> Tensor:
-        # e4m3 has one NaN and no Inf; e5m2 has both in its last exponent.
+        # e4m3 has one NaN and no Inf; e5m2 has both in its last exponent. Of signed bytes positive ones are
+        # the largest, of unsigned bytes the negative ones.
         invalid = 0x7F if self.dtype == torch.float8_e4m3fn else 0x7C
-        if (codes.view(torch.uint8) & 0x7F).max() >= invalid:
+        if codes.view(torch.int8).max() >= invalid or codes.view(torch.uint8).max() >= 0x80 + invalid:
             raise ValueError(f"a code of {self.label} is NaN or Inf")
         bits = codes.view(torch.int8).to(torch.int16, memory_format=torch.contiguous_format)
         if self.dtype == torch.float8_e4m3fn:
