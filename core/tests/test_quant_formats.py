@@ -342,8 +342,8 @@ def test_what_nobody_changed_comes_back_bit_for_bit(case, made):
             assert same_bits(tensor.contiguous(), reader.stored.slice(stored).contiguous()), stored
 
 
-# Of the largest number: half the distance of its neighbours, which is a seventh for e5m2 and a fifth for e2m1 at
-# worst, and a whole step for integers whose range is cut by the rounding of their zero point.
+# Of the largest number: half the distance of its neighbours, at worst 1/14 for e5m2 and 1/5 for e2m1; and a
+# whole step for integers, whose range is cut where their zero point is rounded.
 STEP = {"fp8": 1 / 13, "mxfp4": 1 / 5, "nvfp4": 1 / 5, "int4": 2 / 15, "int8": 2 / 255}
 
 
