@@ -88,7 +88,7 @@ BAD: dict[str, tuple[Callable[[], dict[str, Tensor]], dict | None, list[str]]] =
     "other blocks than the config's": (
         good,
         {**FP8, "weight_block_size": [8, 8]},
-        ["does not fit", "(9, 7)"],
+        ["does not fit", "block (8, 8): expected (3, 3, 3)"],
     ),
     "blocks, and none in the config": (
         good,

@@ -95,7 +95,7 @@ def recognise(name: str, checkpoint: Checkpoint) -> Quantised | None:
         return None
     block = next((b for n in said if (b := _block(info.shape, scale.shape, n.strategy, n.block))), None)
     if block is None:
-        options = ", ".join(f"{n.strategy or 'tensor or channel'}{n.block or ''}" for n in said)
+        options = ", ".join(f"{n.strategy or 'tensor or channel'} {n.block or ''}".strip() for n in said)
         detail = f"{scale_name} is {scale.shape} for {info.shape}, config.json says {options}"
         if grids := [(*info.shape[:-2], *grid_shape(*info.shape[-2:], n.block)) for n in said if n.block]:
             detail += f": expected {grids[0]}"
