@@ -191,7 +191,7 @@ class AutoBridge:
         from isthmus import optimizer_state
         from isthmus.backend import check_modules
         from isthmus.precision import exact_float16_module
-        from isthmus.vocabulary import mask_padding
+        from isthmus.vocabulary import MaskPadding
 
         config = copy.copy(model_config if model_config is not None else self.get_model_config())
         check_modules(config.transformer)
@@ -199,7 +199,7 @@ class AutoBridge:
         if pg_collection is None:
             transformer = config.transformer
             Layout.of(vars(transformer)).check_groups(experts=bool(transformer.num_moe_experts))
-        hooks = [remember(config), self._pin(config), mask_padding(config)]
+        hooks = [remember(config), self._pin(config), MaskPadding(config.vocab_size)]
         config.pre_wrap_hooks = [*config.pre_wrap_hooks, *hooks]
         if wrap_with_ddp and ddp_config is None:
             ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True)

@@ -6,27 +6,25 @@ both compute the same function, the logits of padding are set to the least numbe
 no gradient.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
 
-def mask_padding(model_config: Any) -> Callable[[list[nn.Module]], list[nn.Module]]:
-    """A pre-wrap hook for models of `model_config`: the head's logits are masked from `vocab_size` on."""
+class MaskPadding:
+    """A pre-wrap hook of Megatron's model configs: the head's logits are masked from row `rows` on."""
 
-    def install(chunks: list[nn.Module]) -> list[nn.Module]:
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+
+    def __call__(self, chunks: list[nn.Module]) -> list[nn.Module]:
         for chunk in chunks:
             model: Any = chunk
             head = getattr(chunk, "output_layer", None)
-            if head is not None and model.vocab_size > model_config.vocab_size:
-                head.register_forward_hook(
-                    _Mask(model_config.vocab_size, model.vocab_size, model.pg_collection.tp)
-                )
+            if head is not None and model.vocab_size > self.rows:
+                head.register_forward_hook(_Mask(self.rows, model.vocab_size, model.pg_collection.tp))
         return chunks
-
-    return install
 
 
 class _Mask:

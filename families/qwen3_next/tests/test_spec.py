@@ -217,3 +217,18 @@ def refused(delta_net: str, fields: dict) -> None:
 def test_what_the_spec_cannot_build_is_refused(delta_net, fields, message):
     with pytest.raises(ValueError, match=message):
         launch.run(1, refused, delta_net, fields, timeout=180)
+
+
+def padded_vocabulary() -> None:
+    from argparse import Namespace
+
+    from isthmus_qwen3_next.spec import layer_spec
+
+    layer_spec(Namespace(vocab_size=151, padded_vocab_size=152), model_config().transformer)
+
+
+def test_vocabulary_padding_that_nobody_could_mask_is_refused():
+    with pytest.raises(
+        ValueError, match=r"padded_vocab_size=152 is more than vocab_size=151.*GPTModelConfig"
+    ):
+        launch.run(1, padded_vocabulary, timeout=180)

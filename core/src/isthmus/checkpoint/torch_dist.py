@@ -6,7 +6,7 @@ Everything here is collective. What surrounds the tensors is :mod:`isthmus.check
 import copy
 import shutil
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from isthmus.checkpoint.folder import Staging
 from isthmus.checkpoint.gather import agree, from_all, from_first
 from isthmus.checkpoint.header import TensorInfo
 from isthmus.checkpoint.manifest import Manifest
-from isthmus.checkpoint.megatron_folder import RELEASE, describe, latest
+from isthmus.checkpoint.megatron_folder import RELEASE, TRACKER, describe, latest
 from isthmus.names import unwrapped
 from isthmus.weights import Coverage, collapse
 
@@ -98,6 +98,29 @@ def saved_tensors(folder: str | Path) -> dict[str, TensorInfo]:
             shape = tuple(tensor.global_shape)
             found[name] = TensorInfo(name, tensor.dtype, shape, path, 0, prod(shape) * tensor.dtype.itemsize)
     return found
+
+
+def saved_dtypes(
+    chunks: Sequence[nn.Module], folder: str | Path
+) -> Iterator[tuple[nn.Parameter, torch.dtype]]:
+    """Parameters of the chunks that the newest checkpoint holds, not in its main dtype, and in which instead.
+
+    None where the folder has no checkpoint.
+    """
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+
+    if not (Path(folder) / TRACKER).is_file():
+        return
+    saved = saved_tensors(folder)
+    usual = main_dtype(saved.values())
+    parameters = {p.data_ptr(): p for chunk in chunks for p in chunk.parameters()}
+    states = _sharded(chunks, {})
+    apply_factories(states)
+    for leaf in _leaves(states):
+        if isinstance(leaf, ShardedTensor) and leaf.key in saved and saved[leaf.key].dtype != usual:
+            data = leaf.data
+            if data is not None and (parameter := parameters.get(data.data_ptr())) is not None:
+                yield parameter, saved[leaf.key].dtype
 
 
 def found_fields(folder: str | Path) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from isthmus import mtp, optimizer_state
+from isthmus.hosting import own_training
 from isthmus.hosting.module import MODES, HostedModule
 from isthmus.zigzag import LAYOUTS
 
@@ -44,11 +45,15 @@ def layer_spec(block: Block) -> Callable[..., TransformerBlockSubmodules]:
 def called(
     model_config: Any, config: TransformerConfig | int | None, vp_stage: int | None
 ) -> tuple[TransformerConfig, int | None]:
-    """The transformer config and stage that Megatron called a layer spec with, in either signature."""
+    """The transformer config and stage that Megatron called a layer spec with, in either signature.
+
+    Sees to it that the model computes what Hugging Face's does, also where no bridge builds it.
+    """
     if isinstance(config, int):
         config, vp_stage = None, config
     transformer = config or model_config.transformer
     optimizer_state.install()
+    own_training.prepare(model_config)
     if transformer.mtp_num_layers:
         mtp.install()
     return transformer, vp_stage
