@@ -1,5 +1,6 @@
 """The repository's sessions; `nox -l` lists them, arguments after `--` go to the tool that a session runs."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -26,6 +27,14 @@ ON_GPU = ("test_conformance.py", "test_verify.py", "test_torch_dist.py")
 CORE_ON_GPU = ("core/tests/test_export.py",)
 
 one_each = nox.parametrize("family", [nox.param(name, id=name) for name in FAMILIES])
+
+
+def needed_by(family: str) -> list[str]:
+    """Core, the family, and the families that it is built on."""
+    project = nox.project.load_toml(f"families/{family}/pyproject.toml")["project"]
+    dists = {re.split(r"[^\w-]", line)[0] for line in project["dependencies"]}
+    others = [name for name in FAMILIES if f"isthmus-{name.replace('_', '-')}" in dists]
+    return ["core", *(f"families/{name}" for name in (*others, family))]
 
 
 def install_editable(session: nox.Session, *packages: str, group: str | None = None) -> None:
@@ -80,7 +89,7 @@ def tests(session: nox.Session) -> None:
 @one_each
 def family(session: nox.Session, family: str) -> None:
     """One family's tests with core alone beside it, from built wheels in a clean environment."""
-    install_wheels(session, "core", f"families/{family}")
+    install_wheels(session, *needed_by(family))
     session.run("isthmus", "families")
     session.run("pytest", f"families/{family}/tests", *CPU_ONLY, *session.posargs)
 
@@ -117,7 +126,7 @@ def gpu(session: nox.Session, family: str) -> None:
     smi = shutil.which("nvidia-smi")
     if smi is None or subprocess.run([smi, "-L"], capture_output=True, check=False).returncode != 0:
         session.error("no NVIDIA GPU on this machine (nvidia-smi -L); the CPU tests are `nox -s tests`")
-    install_editable(session, "core", f"families/{family}", group="test")
+    install_editable(session, *needed_by(family), group="test")
     find = "import importlib.util as u; print(u.find_spec('transformer_engine') is not None)"
     if "True" not in (session.run("python", "-c", find, silent=True) or ""):
         session.error(

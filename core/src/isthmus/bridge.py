@@ -44,16 +44,25 @@ class AutoBridge:
 
     @classmethod
     def from_hf_pretrained(
-        cls, path_or_id: str | Path, *, trust_remote_code: bool = False, revision: str | None = None
+        cls,
+        path_or_id: str | Path,
+        *,
+        trust_remote_code: bool = False,
+        revision: str | None = None,
+        part: str | None = None,
     ) -> "AutoBridge":
         """Bind to a checkpoint folder or hub id. LookupError where no installed family handles it.
 
         `trust_remote_code` is accepted for symmetry with transformers; converting weights never runs a
-        checkpoint's code.
+        checkpoint's code. `part` "text" is the language model of a vision-language checkpoint, whose other
+        tensors an export copies from the source.
         """
         folder = resolve(path_or_id, revision)
         config = HFConfig.from_text(read_config(folder))
-        return cls(registry.family(config.model_type), config, folder=folder)
+        bridge = cls(registry.family(config.model_type), config, folder=folder)
+        if part is not None:
+            bridge.choices["part"] = part
+        return bridge
 
     @classmethod
     def from_hf_config(cls, config: Any) -> "AutoBridge":

@@ -132,11 +132,14 @@ def dtype_fields(dtype: "torch.dtype") -> dict[str, Any]:
     }
 
 
-def decoder_config(hf: HFConfig, position_fields: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def decoder_config(
+    hf: HFConfig, position_fields: Mapping[str, Any] | None = None, ffn_hidden_size: int | None = None
+) -> dict[str, Any]:
     """Fields shared by all gated-MLP, RMSNorm, bias-free decoders.
 
     Args:
         position_fields: Megatron's position fields, where they are not those of :func:`rope_fields`.
+        ffn_hidden_size: rows of a dense MLP, where the config has no `intermediate_size`.
     """
     hidden, heads = hf["hidden_size"], hf["num_attention_heads"]
     groups = hf["num_key_value_heads"]
@@ -154,7 +157,7 @@ def decoder_config(hf: HFConfig, position_fields: Mapping[str, Any] | None = Non
     return {
         "num_layers": hf["num_hidden_layers"],
         "hidden_size": hidden,
-        "ffn_hidden_size": hf["intermediate_size"],
+        "ffn_hidden_size": ffn_hidden_size or hf["intermediate_size"],
         "num_attention_heads": heads,
         "num_query_groups": groups,
         "kv_channels": head_dim,
@@ -179,6 +182,15 @@ def decoder_config(hf: HFConfig, position_fields: Mapping[str, Any] | None = Non
         "gradient_accumulation_fusion": False,  # changes no value, and needs a CUDA extension
         **({} if dtype is None else dtype_fields(dtype)),
     }
+
+
+def check_head(tied: bool, keys: frozenset[str]) -> None:
+    """ValueError where a checkpoint with tensor names `keys` lacks the head that an untied model has."""
+    if not tied and keys and "lm_head.weight" not in keys:
+        raise ValueError(
+            "config.json says tie_word_embeddings=False, and the checkpoint has no lm_head.weight. Set it "
+            "to true if the head is the embedding, or restore the missing file"
+        )
 
 
 def _class_head_dim(hf: HFConfig) -> int | None:

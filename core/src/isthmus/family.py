@@ -39,6 +39,14 @@ class Family:
     mtp_reference: str | None = None
     """``module:function`` giving the MTP block in plain HF modules, where HF has none of its own."""
 
+    def variants(self, model_type: str | None = None) -> Mapping[str, Variant]:
+        """The tiny variants, of one `model_type` or of all; the first is the usual one."""
+        return {
+            name: variant
+            for name, variant in (self.tiny.variants if self.tiny else {}).items()
+            if model_type in (None, variant.config["model_type"])
+        }
+
     def variant(self, name: str) -> Variant:
         """The tiny variant `name`; `fp8_block` is the default one quantised, `tied+fp8_block` another one.
 

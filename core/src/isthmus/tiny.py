@@ -66,11 +66,12 @@ def transformers_tensors(hf: HFConfig, mtp: bool) -> dict[str, tuple[int, ...]]:
     `mtp` does not matter: transformers has no block for it. Families whose files differ write theirs down.
     """
     import torch
+    from transformers.models.auto.configuration_auto import model_type_to_module_name
 
     from isthmus.hosting.torch_functions import import_modeling
 
-    kind = hf.model_type
-    modeling = import_modeling(f"transformers.models.{kind}.modeling_{kind}")
+    name = model_type_to_module_name(hf.model_type)
+    modeling = import_modeling(f"transformers.models.{name}.modeling_{name}")
     model_class = getattr(modeling, hf["architectures"][0])
     with torch.device("meta"):
         model = model_class(model_class.config_class.from_dict(dict(hf.raw)))

@@ -12,4 +12,5 @@ class TestDiffLlama(FamilyTests):
     family = FAMILY
     published = (CONFIG,)
     layouts = (Layout(tp=4), Layout(pp=2, vp=2), Layout(tp=2, cp=2))
+    divided = Layout(tp=2)
     builds = {"local": {"transformer_impl": "local"}}  # noqa: RUF012

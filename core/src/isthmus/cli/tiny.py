@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("out_dir", metavar="OUT_DIR", type=Path, nargs="?", help="folder to write")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the random values (default: 0)")
     parser.add_argument("--dtype", choices=DTYPES, help="of the tensors (default: the config's own)")
-    parser.add_argument("--variant", default="default", metavar="V", help="see --list (default: default)")
+    parser.add_argument("--variant", metavar="V", help="see --list (default: the first that it lists)")
     parser.add_argument("--list", action="store_true", help="list the family's variants; OUT_DIR is not used")
     parser.add_argument("--overwrite", action="store_true", help="replace OUT_DIR if it is not empty")
 
@@ -33,8 +33,8 @@ def run(args: argparse.Namespace) -> int:
     from isthmus.tiny import QUANTISED
 
     chosen = family(args.model_type)
+    variants = chosen.variants(args.model_type)
     if args.list:
-        variants = chosen.tiny.variants if chosen.tiny else {}
         _list(args, variants)
         about = {name: variant.about for name, variant in variants.items()} | dict(QUANTISED)
         output.write_json(args, {"model_type": args.model_type, "variants": list(about), "about": about})
@@ -42,7 +42,14 @@ def run(args: argparse.Namespace) -> int:
     if args.out_dir is None:
         raise ValueError(f"where to? Give a folder: isthmus tiny {args.model_type} OUT_DIR")
 
-    chosen.variant(args.variant)
+    if not variants:
+        written = {variant.config["model_type"] for variant in chosen.variants().values()}
+        raise LookupError(
+            f"there is no tiny checkpoint of model_type {args.model_type!r}; family {chosen.name} has them of"
+            f" {', '.join(sorted(written)) or 'none'}"
+        )
+    variant = args.variant or next(iter(variants))
+    chosen.variant(variant)
     check_target(args.out_dir, args.overwrite)
 
     import torch
@@ -51,11 +58,11 @@ def run(args: argparse.Namespace) -> int:
     from isthmus.testing.tiny import write_tiny
 
     dtype = getattr(torch, args.dtype) if args.dtype else None
-    write_tiny(chosen, args.out_dir, args.variant, seed=args.seed, dtype=dtype, overwrite=args.overwrite)
+    write_tiny(chosen, args.out_dir, variant, seed=args.seed, dtype=dtype, overwrite=args.overwrite)
     with CheckpointReader(args.out_dir) as reader:
         count, nbytes = len(reader.tensors), sum(info.nbytes for info in reader.tensors.values())
-    output.console(args).print(f"{args.out_dir}: {args.variant}, {count} tensors, {nbytes:,} bytes")
-    document = {"model_type": args.model_type, "out_dir": str(args.out_dir), "variant": args.variant}
+    output.console(args).print(f"{args.out_dir}: {variant}, {count} tensors, {nbytes:,} bytes")
+    document = {"model_type": args.model_type, "out_dir": str(args.out_dir), "variant": variant}
     output.write_json(args, {**document, "seed": args.seed, "tensors": count, "bytes": nbytes})
     return 0
 

@@ -31,7 +31,7 @@ from isthmus.testing.trip import Case, LiveParameter, Trip, go
 from isthmus.tiny import Tiny, Variant, transformers_tensors
 from isthmus.weights import WeightMap, collapse
 
-# The default variant goes through each of these, where the family supports it.
+# The first variant goes through each of these, where the family supports it.
 LAYOUTS = (
     Layout(),
     Layout(tp=2),
@@ -66,22 +66,27 @@ class FamilyTests:
     family: ClassVar[Family]
     published: ClassVar[tuple[Mapping[str, Any], ...]]
     """config.json of released checkpoints."""
+    model_type: ClassVar[str | None] = None
+    """Only the variants of this model_type, where the family has several; the first variant counts most."""
     layouts: ClassVar[Sequence[Layout]] = LAYOUTS
-    """What the default variant goes through."""
+    """The first variant goes through each of these."""
+    divided: ClassVar[Layout] = DIVIDED
+    """Every variant goes through this one, which divides all tensors, and through two pipeline stages."""
     builds: ClassVar[Mapping[str, Mapping[str, Any]]] = BUILDS
     """Ways to build, by name: each goes through a layout that divides tensors, and one with two stages."""
 
     @classmethod
     def cases(cls) -> dict[str, Case]:
         """All trips to make, by test id."""
-        cases = [Case("default", layout, {}) for layout in cls.layouts]
-        cases.append(Case("default", Layout(dp=2), {}, ddp=True))
+        first, divided = next(iter(cls.variants())), cls.divided
+        cases = [Case(first, layout, {}) for layout in cls.layouts]
+        cases.append(Case(first, Layout(dp=2), {}, ddp=True))
         for name, variant in cls.variants().items():
-            cases += [Case(name, DIVIDED, {}), Case(name, STAGED, {})]
+            cases += [Case(name, divided, {}), Case(name, STAGED, {})]
             if variant.config["tie_word_embeddings"]:
                 cases.append(Case(name, MIDDLE, {}))
         for overrides in cls.builds.values():
-            cases += [Case("default", DIVIDED, overrides), Case("default", STAGED, overrides)]
+            cases += [Case(first, divided, overrides), Case(first, STAGED, overrides)]
         found = {}
         for case in cases:
             variant = cls.variants()[case.variant]
@@ -99,8 +104,8 @@ class FamilyTests:
 
     @classmethod
     def variants(cls) -> Mapping[str, Variant]:
-        """The family's tiny variants."""
-        return cls._tiny().variants
+        """The tiny variants under test."""
+        return cls.family.variants(cls.model_type)
 
     @classmethod
     def _tiny(cls) -> Tiny:
@@ -114,7 +119,7 @@ class FamilyTests:
         for name, case in cases.items():
             if not cls.variants()[case.variant].reloaded or case.overrides or case.ddp:
                 continue
-            if case.variant not in chosen or case.layout == DIVIDED.resolved():
+            if case.variant not in chosen or case.layout == cls.divided.resolved():
                 chosen[case.variant] = name
         return {name: cases[name] for name in chosen.values()}
 

@@ -229,13 +229,15 @@ def hosted(
     return rules
 
 
-def embeddings(hf: Mapping[str, Any], keys: Collection[str], prefix: str = "model.") -> list[Rule]:
+def embeddings(
+    hf: Mapping[str, Any], keys: Collection[str], prefix: str = "model.", tied: bool | None = None
+) -> list[Rule]:
     """`{prefix}embed_tokens` and `lm_head`, tied or not, for a config.json and the tensor names of its files.
 
-    The files of a tied head may repeat it.
+    The files of a tied head may repeat it. `tied` is for a config with more than one `tie_word_embeddings`.
     """
     rows, embedding = hf["vocab_size"], f"{prefix}embed_tokens.weight"
-    if not hf["tie_word_embeddings"]:
+    if not (hf["tie_word_embeddings"] if tied is None else tied):
         return [
             vocabulary("embedding.word_embeddings.weight", embedding, rows),
             vocabulary("output_layer.weight", "lm_head.weight", rows),

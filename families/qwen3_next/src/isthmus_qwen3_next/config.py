@@ -4,7 +4,7 @@ import re
 from typing import Any
 
 from isthmus.config import HFConfig
-from isthmus.decoder import decoder_config, layer_types
+from isthmus.decoder import check_head, decoder_config, layer_types
 
 # Qwen2's sliding window, which releases carry along and Hugging Face's Qwen3-Next never reads; and the two
 # fields of Hugging Face's own auxiliary loss (see `moe_fields`).
@@ -28,16 +28,8 @@ def megatron_config(hf: HFConfig, keys: frozenset[str]) -> dict[str, Any]:
     """
     fields = decoder_config(hf)
     sparse = _sparse_layers(hf)
-    if hf["hidden_act"] not in ("silu", "swish"):
-        raise ValueError(
-            f"config.json: hidden_act={hf['hidden_act']!r}, expected 'silu': the delta net's convolution "
-            "kernels and output gate have nothing else"
-        )
-    if not fields["share_embeddings_and_output_weights"] and keys and "lm_head.weight" not in keys:
-        raise ValueError(
-            "config.json says tie_word_embeddings=False, and the checkpoint has no lm_head.weight. Set it "
-            "to true if the head is the embedding, or restore the missing file"
-        )
+    check_silu(hf)
+    check_head(fields["share_embeddings_and_output_weights"], keys)
     fields |= {
         "layernorm_zero_centered_gamma": True,
         "qk_layernorm": True,
@@ -50,6 +42,15 @@ def megatron_config(hf: HFConfig, keys: frozenset[str]) -> dict[str, Any]:
     }
     hf.check_all_understood(INERT)
     return fields
+
+
+def check_silu(hf: HFConfig) -> None:
+    """ValueError where the activation is one that the delta net does not have."""
+    if hf["hidden_act"] not in ("silu", "swish"):
+        raise ValueError(
+            f"config.json: hidden_act={hf['hidden_act']!r}, expected 'silu': the delta net's convolution "
+            "kernels and output gate have nothing else"
+        )
 
 
 def delta_net_fields(hf: HFConfig) -> dict[str, Any]:

@@ -1,0 +1,90 @@
+"""Qwen3.5's config.json in Megatron's fields: the arithmetic of the language model, and nothing else."""
+
+from typing import Any
+
+from isthmus.config import HFConfig
+from isthmus.decoder import check_head, decoder_config, rope, rope_fields
+from isthmus_qwen3_5.names import has_vision, text_config
+from isthmus_qwen3_next.config import check_silu, delta_net_fields, moe_fields, mtp_layers
+
+# `mamba_ssm_dtype` is what the releases keep A_log in: the files themselves say it, tensor by tensor.
+INERT = frozenset({"mamba_ssm_dtype", "output_router_logits"})
+# Of the vision tower and of where its features go, which the language model does not see.
+VISION = frozenset(
+    {
+        "vision_config",
+        "image_token_id",
+        "video_token_id",
+        "vision_start_token_id",
+        "vision_end_token_id",
+    }
+)
+# What each stated value must be: Hugging Face's model has no other.
+FIXED = {"attn_output_gate": True, "mtp_use_dedicated_embeddings": False}
+
+
+def megatron_config(hf: HFConfig, keys: frozenset[str]) -> dict[str, Any]:
+    """Fields of GPTModelConfig and TransformerConfig that compute what Hugging Face's Qwen3.5 does on text.
+
+    Args:
+        keys: tensor names of the checkpoint; empty where only the config is known.
+
+    Raises:
+        ValueError: the config contradicts itself or the checkpoint, has keys nobody understands, or asks for
+            arithmetic that Megatron does not have.
+    """
+    text = text_config(hf)
+    experts = "num_experts" in text or "moe" in hf.model_type
+    head_dim = text["head_dim"]
+    fields = decoder_config(
+        text,
+        position_fields=_rope(text, head_dim),
+        ffn_hidden_size=text["moe_intermediate_size"] if experts else None,
+    )
+    layers = fields["num_layers"]
+    sparse = [int(experts)] * layers
+    tied = _tied(hf, text)
+    check_silu(text)
+    check_head(tied, keys)
+    for key, value in FIXED.items():
+        if (stated := text.get(key, value)) != value:
+            raise ValueError(f"config.json: {key}={stated!r}, expected {value!r}: no Qwen3.5 has another")
+    fields |= {
+        "share_embeddings_and_output_weights": tied,
+        "layernorm_zero_centered_gamma": True,
+        "qk_layernorm": True,
+        "attention_output_gate": True,
+        **delta_net_fields(text),
+        "moe_layer_freq": sparse,
+        **(moe_fields(text, renormalise=True) if experts else {}),
+        "mtp_num_layers": mtp_layers(text, keys, sparse),
+        "hetereogenous_dist_checkpoint": True,  # (Megatron's spelling) layers differ in kind
+        "part": "all" if has_vision(hf) else "text",
+    }
+    hf.check_all_understood(INERT | VISION if has_vision(hf) else INERT)
+    return fields
+
+
+def _rope(text: HFConfig, head_dim: int) -> dict[str, Any]:
+    """Rotary fields. On text, time, height and width count alike: the sections then choose among equals."""
+    found = rope(text)
+    for key in ("mrope_section", "mrope_interleaved"):
+        found.scaling.pop(key, None)
+    return rope_fields(found, head_dim)
+
+
+def _tied(hf: HFConfig, text: HFConfig) -> bool:
+    """Whether the head is the embedding. ValueError: the two levels of the config disagree."""
+    stated = {
+        where: value
+        for where, section in (("", hf), ("text_config.", text))
+        if (value := section.get("tie_word_embeddings")) is not None
+    }
+    if len(set(stated.values())) > 1:
+        raise ValueError(
+            "config.json contradicts itself: "
+            + ", ".join(f"{where}tie_word_embeddings={value}" for where, value in stated.items())
+            + ". Hugging Face's vision-language class reads the first, its language model the second:"
+            " make them equal"
+        )
+    return next(iter(stated.values()), text["tie_word_embeddings"])

@@ -1,0 +1,75 @@
+"""`isthmus verify` passes for Qwen3.5, dense and with experts, on each kind of layout."""
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from isthmus.bridge import AutoBridge
+from isthmus.layout import Layout
+from isthmus.testing import ranks
+from isthmus.testing.tiny import write_tiny
+from isthmus.testing.verify import Request, verify
+from isthmus_qwen3_5.family import FAMILY
+
+GRADIENTS = Request(grads=True)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of a tiny checkpoint by the variant's name."""
+    root = tmp_path_factory.mktemp("tiny")
+
+    def folder(variant: str) -> Path:
+        if not (root / variant).exists():
+            write_tiny(FAMILY, root / variant, variant, seed=1)
+        return root / variant
+
+    return folder
+
+
+def proof(folder: Path, layout: Layout, request: Request) -> dict[str, Any]:
+    layout = layout.resolved()
+    return ranks.run(layout.world_size, on_rank, folder, layout, request, timeout=120)[0]
+
+
+def on_rank(folder: Path, layout: Layout, request: Request) -> dict[str, Any]:
+    layout.initialize()
+    bridge = AutoBridge.from_hf_pretrained(folder)
+    return verify(bridge, layout, request, lambda stage: contextlib.nullcontext())
+
+
+@pytest.mark.parametrize(
+    ("variant", "layout", "overrides"),
+    [
+        ("default", Layout(), {"delta_net": "megatron"}),
+        ("default", Layout(tp=2), {"attention": "hosted"}),
+        ("tied", Layout(tp=2, pp=2), {}),
+        ("odd_vocab", Layout(cp=2), {}),
+        ("no_mtp", Layout(tp=2, cp=2), {}),
+        ("moe", Layout(tp=2), {}),
+        ("moe", Layout(pp=2), {"delta_net": "megatron"}),
+        ("moe_fused_experts", Layout(ep=2), {}),
+        ("moe", Layout(tp=2, etp=2), {"moe_grouped_gemm": False}),
+    ],
+    ids=str,
+)
+def test_outputs_and_gradients_are_hugging_faces(
+    checkpoints: Callable[[str], Path],
+    variant: str,
+    layout: Layout,
+    overrides: dict[str, Any],
+) -> None:
+    document = proof(checkpoints(variant), layout, replace(GRADIENTS, overrides=overrides))
+    assert document["failures"] == []
+    assert document["passed"]
+    assert document["roundtrip"]["bitwise_equal"]
+    assert (document["forward"]["mtp"] is None) == (variant == "no_mtp")
+
+
+def test_packed_sequences_are_those_run_one_by_one(checkpoints: Callable[[str], Path]) -> None:
+    document = proof(checkpoints("moe"), Layout(tp=2), replace(GRADIENTS, packed=True))
+    assert document["failures"] == []
