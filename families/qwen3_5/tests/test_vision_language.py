@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 
 from isthmus import cli
 from isthmus.bridge import AutoBridge
+from isthmus.hosting.torch_functions import import_modeling
 from isthmus.layout import Layout
 from isthmus.testing import ranks
 from isthmus.testing.verify import Request, verify
@@ -37,6 +38,7 @@ def write(folder: Path, kind: str, prefix: str = "published") -> Path:
     """A tiny `qwen3_5` or `qwen3_5_moe` checkpoint of random bf16 weights, as transformers saves it."""
     import transformers
 
+    import_modeling(f"transformers.models.{kind}.modeling_{kind}")  # on a CPU without its GPU kernels
     text = tiny_config() if kind == "qwen3_5" else tiny_moe_config()
     text = {key: value for key, value in text.items() if key != "architectures"}
     name = {"qwen3_5": "Qwen3_5", "qwen3_5_moe": "Qwen3_5Moe"}[kind]
@@ -50,12 +52,12 @@ def write(folder: Path, kind: str, prefix: str = "published") -> Path:
     raw["text_config"]["mtp_num_hidden_layers"] = 0
     (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
     for written, wanted in zip(PREFIXES["published"], PREFIXES[prefix], strict=True):
-        rename(folder / "model.safetensors", written, wanted)
+        rename(folder, written, wanted)
     return folder
 
 
-def rename(file: Path, written: str, wanted: str) -> None:
-    tensors = read(file)
+def rename(folder: Path, written: str, wanted: str) -> None:
+    tensors = read(folder)
     renamed = {
         wanted + key.removeprefix(written): value for key, value in tensors.items() if key.startswith(written)
     }
@@ -64,9 +66,12 @@ def rename(file: Path, written: str, wanted: str) -> None:
     save_file(kept | renamed, file, metadata={"format": "pt"})
 
 
-def read(file: Path) -> dict[str, torch.Tensor]:
-    with safe_open(file, "pt") as opened:
-        return {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
+def read(folder: Path) -> dict[str, torch.Tensor]:
+    tensors = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as opened:
+            tensors |= {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
+    return tensors
 
 
 def export(folder: Path, target: Path, layout: Layout) -> None:
@@ -88,7 +93,7 @@ def test_the_export_is_the_source_bit_for_bit_under_its_own_names(tmp_path: Path
     source = write(tmp_path / "hf", "qwen3_5_moe", prefix)
     layout = Layout(tp=2).resolved()
     ranks.run(2, export, source, tmp_path / "out", layout, timeout=120)
-    before, after = read(source / "model.safetensors"), read(tmp_path / "out" / "model.safetensors")
+    before, after = read(source), read(tmp_path / "out")
     assert before.keys() == after.keys()
     assert any(".visual." in f".{name}" for name in before)
     for name, tensor in before.items():

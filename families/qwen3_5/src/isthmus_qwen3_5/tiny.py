@@ -122,11 +122,13 @@ VARIANTS = {
     "moe_sharded": Variant(tiny_moe_config(), "three safetensors files and an index", shards=3, fp32=FP32),
 }
 
-# Where the usual, 0 and a size that keeps activations at 1, would not do: see Qwen3-Next's.
+# Where the usual, 0 and a size that keeps activations at 1, would not do: see Qwen3-Next's. A dense MLP has
+# five times an expert's rows.
 VALUES = {
     "model.embed_tokens.weight": (0.0, 0.6),
     "*.o_proj.weight": (0.0, 0.04),
     "*.out_proj.weight": (0.0, 0.04),
+    "*.mlp.down_proj.weight": (0.0, 0.03),
     "*.down_proj.weight": (0.0, 0.08),
     "*.linear_attn.norm.weight": (1.0, 0.2),
     "*.linear_attn.A_log": (0.0, 0.5),
