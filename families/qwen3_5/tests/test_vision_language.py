@@ -58,12 +58,12 @@ def write(folder: Path, kind: str, prefix: str = "published") -> Path:
 
 def rename(folder: Path, written: str, wanted: str) -> None:
     tensors = read(folder)
+    assert any(name.startswith(written) for name in tensors), f"no tensor begins with {written}"
     renamed = {
-        wanted + key.removeprefix(written): value for key, value in tensors.items() if key.startswith(written)
+        wanted + name.removeprefix(written) if name.startswith(written) else name: tensor
+        for name, tensor in tensors.items()
     }
-    assert renamed, f"no tensor begins with {written}"
-    kept = {key: value for key, value in tensors.items() if not key.startswith(written)}
-    save_file(kept | renamed, file, metadata={"format": "pt"})
+    save_file(renamed, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def read(folder: Path) -> dict[str, torch.Tensor]:

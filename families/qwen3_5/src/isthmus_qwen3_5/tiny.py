@@ -100,10 +100,16 @@ def tiny_moe_config(**overrides: Any) -> dict[str, Any]:
 FP32 = ("*.linear_attn.A_log", "*.linear_attn.norm.weight")
 
 VARIANTS = {
-    "default": Variant(tiny_config(), "as published, dense, with fewer and smaller parts", fp32=FP32),
+    "default": Variant(
+        tiny_config(), "as published, dense, with fewer and smaller parts", reloaded=True, fp32=FP32
+    ),
     "bf16_a_log": Variant(tiny_config(), "A_log and its norm in bfloat16 like the rest, as in Qwen3.6"),
     "tied": Variant(
-        tiny_config(tie_word_embeddings=True), "the head is the embedding, in no file", head=False, fp32=FP32
+        tiny_config(tie_word_embeddings=True),
+        "the head is the embedding, in no file",
+        head=False,
+        reloaded=True,
+        fp32=FP32,
     ),
     "tied_with_head": Variant(
         tiny_config(tie_word_embeddings=True), "the head is the embedding, repeated in the files", fp32=FP32
@@ -112,9 +118,13 @@ VARIANTS = {
     "odd_vocab": Variant(
         tiny_config(vocab_size=151), "151 vocabulary rows, which no tensor-parallel size divides", fp32=FP32
     ),
-    "moe": Variant(tiny_moe_config(), "as published, with fewer and smaller parts", fp32=FP32),
+    "moe": Variant(tiny_moe_config(), "as published, with fewer and smaller parts", reloaded=True, fp32=FP32),
     "moe_fused_experts": Variant(
-        tiny_moe_config(), "the experts of a layer in one tensor, as Qwen3.6", fused_experts=True, fp32=FP32
+        tiny_moe_config(),
+        "the experts of a layer in one tensor, as Qwen3.6",
+        fused_experts=True,
+        reloaded=True,
+        fp32=FP32,
     ),
     "moe_no_mtp": Variant(
         tiny_moe_config(mtp_num_hidden_layers=0), "without the MTP block", mtp=False, fp32=FP32
