@@ -90,7 +90,7 @@ def train(layout: Layout, stops: Stops, steps: int, watch: Watch) -> Journey | N
 
 def fixed_batch(bridge: AutoBridge, layout: Layout) -> Batch:
     """The same few sequences for every step, and for transformers."""
-    rows = bridge.hf_config["vocab_size"]
+    rows = bridge.megatron_fields["vocab_size"]
     return random_batch(
         rows, tokens=TOKENS, seed=0, ranks=layout.dp, microbatches=max(2, layout.pp), packed=False
     )

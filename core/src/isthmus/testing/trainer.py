@@ -85,7 +85,7 @@ class Trainer:
     def step(self, seed: int) -> tuple[float | None, float]:
         """(loss before the update on the first rank, gradient norm) of one step on the tokens of `seed`."""
         batch = random_batch(
-            self.bridge.hf_config["vocab_size"],
+            self.bridge.megatron_fields["vocab_size"],
             tokens=TOKENS,
             seed=seed,
             ranks=self.layout.dp,

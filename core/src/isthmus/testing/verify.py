@@ -144,7 +144,7 @@ def _compare(
     """Fill in `forward` and `gradients`, on the first rank; what is out of bounds there. Collective."""
     config = model_config_of(chunks)
     batch = random_batch(
-        bridge.hf_config["vocab_size"],
+        bridge.megatron_fields["vocab_size"],
         tokens=request.tokens,
         seed=request.seed,
         ranks=layout.dp,

@@ -6,20 +6,23 @@ other.
 
 from isthmus.config import HFConfig
 from isthmus.decoder import layer_types
+from isthmus_qwen3_5.names import TEXT_ONLY, WITH_VISION, has_vision, text_config
 
 Shapes = dict[str, tuple[int, ...]]
 
 
 def tensors(hf: HFConfig, mtp: bool = True) -> Shapes:
     """Name to shape, in layer order; `mtp` adds the block of the multi-token prediction layer."""
+    prefix = WITH_VISION if has_vision(hf) else TEXT_ONLY
+    hf = text_config(hf)
     hidden, vocab = hf["hidden_size"], hf["vocab_size"]
     mlp = _experts(hf) if "num_experts" in hf else _mlp(hf, hf["intermediate_size"])
-    shapes: Shapes = {"model.embed_tokens.weight": (vocab, hidden)}
+    shapes: Shapes = {f"{prefix}embed_tokens.weight": (vocab, hidden)}
     for i, kind in enumerate(layer_types(hf)):
         linear = kind == "linear_attention"
         mixer = _below("linear_attn", _delta_net(hf)) if linear else _below("self_attn", _attention(hf))
-        shapes |= _below(f"model.layers.{i}", {**mixer, **_below("mlp", mlp), **_norms(hf)})
-    shapes |= {"model.norm.weight": (hidden,), "lm_head.weight": (vocab, hidden)}
+        shapes |= _below(f"{prefix}layers.{i}", {**mixer, **_below("mlp", mlp), **_norms(hf)})
+    shapes |= {f"{prefix}norm.weight": (hidden,), "lm_head.weight": (vocab, hidden)}
     if mtp:
         layer = {**_below("self_attn", _attention(hf)), **_below("mlp", mlp), **_norms(hf)}
         shapes |= {
