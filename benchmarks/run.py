@@ -1,4 +1,4 @@
-"""Measure import and export and print a table: `nox -s bench`. Every figure is a ratio inside one run."""
+"""Measure import, export and hosting: `nox -s bench`. Every figure is a ratio inside one run."""
 
 import argparse
 import json
@@ -99,6 +99,39 @@ def memory(layout: str, folder: str, scratch: Path) -> list[dict[str, Any]]:
     return rows
 
 
+MIXERS = ("delta net", "attention")
+
+
+def hosting(mixer: str, repeats: int) -> list[dict[str, Any]]:
+    """The rows of a hosted module: its time against the bare one's, and a rank's part of the work."""
+    name = f"hosted {mixer}"
+    (seconds,) = run(1, "hosting:overhead", {}, mixer, repeats=3 * repeats, timeout=3600)
+    medians = {side: statistics.median(times) for side, times in seconds.items()}
+    time = medians["isthmus"] / medians["reference"]
+    (whole,) = run(1, "hosting:work", {}, mixer, timeout=3600)
+    parts = run(4, "hosting:work", {"tp": 2, "cp": 2}, mixer, timeout=3600)
+    part = max(parts) / whole
+    return [
+        {
+            "what": f"{name}, forward and backward, tp1",
+            "against": "the same module without Megatron around it",
+            "found": f"{time:.3f} of its time",
+            "limit": "<= 1.05",
+            "holds": time <= 1.05,
+            "seconds": medians,
+            "all_seconds": seconds,
+        },
+        {
+            "what": f"{name}, FLOPs of a rank, tp2 x cp2",
+            "against": "one process",
+            "found": f"{part:.3f} of its FLOPs",
+            "limit": "<= 0.25",
+            "holds": part <= 0.25,
+            "flops": {"rank": max(parts), "one process": whole},
+        },
+    ]
+
+
 def _row(what: str, against: str, found: float, most: float) -> dict[str, Any]:
     return {
         "what": what,
@@ -151,12 +184,18 @@ def main() -> int:
     parser.add_argument("--json", help="write all numbers to this file")
     options = parser.parse_args()
 
+    rows = []
+    for mixer in MIXERS:
+        if options.only in f"hosted {mixer}":
+            rows += hosting(mixer, options.repeats)
+            print(f"{rows[-2]['what']}: {rows[-2]['found']}", file=sys.stderr)
+    if options.only.startswith("hosted"):
+        return report(rows, "", options)
     scratch = Path(tempfile.mkdtemp(prefix="isthmus-bench-", dir=options.folder))
     try:
         folder = str(scratch / "checkpoint")
         [nbytes] = run(1, "checkpoint:make", folder, options.shape, timeout=3600)
         tensors = import_export.count(folder)
-        rows = []
         for rate in RATES:
             if options.only in f"{rate.name}, {rate.layout}":
                 rows.append(rate.measure(folder, scratch, options.repeats))
@@ -165,9 +204,12 @@ def main() -> int:
             rows += [row for row in memory(layout, folder, scratch) if options.only in row["what"]]
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    about = f"{options.shape}: {nbytes / 1e9:.2f} GB in {tensors:,} tensors. " + ", ".join(
-        f"{name} {value}" for name, value in machine().items()
-    )
+    return report(rows, f"{options.shape}: {nbytes / 1e9:.2f} GB in {tensors:,} tensors. ", options)
+
+
+def report(rows: list[dict[str, Any]], about: str, options: argparse.Namespace) -> int:
+    """Print the table; the exit code."""
+    about += ", ".join(f"{name} {value}" for name, value in machine().items())
     print(markdown(rows, about))
     if options.json:
         Path(options.json).write_text(json.dumps({"machine": machine(), "rows": rows}, indent=2) + "\n")

@@ -166,6 +166,35 @@ def test_output_and_every_gradient_equal_the_hf_module(tp, cp):
                 assert error < (TINY if name in ("A_log", "dt_bias") else EXACT), (case, name, error)
 
 
+def leaking_convolution() -> dict[str, float]:
+    """Errors where each call of the hosted module's convolution sees the tokens of the last one."""
+    from isthmus.hosting.torch_functions import import_modeling
+    from isthmus_qwen3_next.delta_net import HostedDeltaNet
+
+    modeling = import_modeling("transformers.models.qwen3_next.modeling_qwen3_next")
+    hosted, bare = hosted_module("delta_net", 1, 1, False), bare_module("delta_net")
+    convolve, run, last = modeling.causal_conv1d_fn, HostedDeltaNet.run, []
+
+    def over_boundaries(x: Tensor, weight: Tensor, *args, **kwargs) -> Tensor:
+        seen = torch.cat([*last, x], dim=-1)
+        last[:] = [x[..., 1 - weight.shape[-1] :]]
+        return convolve(seen, weight, *args, **kwargs)[..., seen.shape[-1] - x.shape[-1] :]
+
+    def leak(self, *args, **kwargs) -> Tensor:
+        modeling.causal_conv1d_fn = over_boundaries
+        output = run(self, *args, **kwargs)
+        modeling.causal_conv1d_fn = convolve
+        return output
+
+    HostedDeltaNet.run = leak
+    return errors(hosted, bare, call, delta_net_shard, "packed")
+
+
+def test_a_convolution_that_sees_the_sequence_before_is_noticed():
+    (found,) = launch.run(1, leaking_convolution, timeout=120)
+    assert found["output"] > 1e-2
+
+
 def flops(mixer: str, tp: int, cp: int, mode: str) -> int:
     from torch.utils.flop_counter import FlopCounterMode
 

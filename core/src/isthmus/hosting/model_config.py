@@ -16,12 +16,15 @@ class HostedModelConfig(GPTModelConfig):
             "replicated" runs them whole on every rank, for sizes that do not divide them.
         cp_layout: how context parallelism divides sequences, "zigzag" or, where no module is Megatron's,
             "contiguous".
+        hosted_cp: what a context-parallel rank runs of a hosted module: "heads", its own on whole sequences,
+            or "state_passing", all on its own run of tokens, for modules and machines that can.
         hidden_act: name of `transformer.activation_func`, taken from it when None. A config written by
             `as_dict` holds no functions, and `from_dict` gets this one back by its name.
     """
 
     hosted_mode: str = "heads"
     cp_layout: str = "zigzag"
+    hosted_cp: str = "heads"
     hidden_act: str | None = None
 
     def __post_init__(self) -> None:

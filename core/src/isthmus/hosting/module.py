@@ -6,6 +6,8 @@ the whole module. What is not exact is refused.
 """
 
 import sys
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -20,13 +22,25 @@ from torch import Tensor, nn
 from isthmus.hosting.division import Share, sharded_state
 from isthmus.hosting.initial import initialise, nan_for_empty
 from isthmus.hosting.regions import Groups, enter_heads, enter_replicated, leave_heads, leave_replicated
-from isthmus.hosting.sequence import row
+from isthmus.hosting.relayout import from_contiguous, to_contiguous
+from isthmus.hosting.sequence import Row, row
 from isthmus.hosting.torch_functions import use_torch_functions
 from isthmus.precision import mark_param_dtype
 from isthmus.weights import Heads
 from isthmus.zigzag import LAYOUTS
 
 MODES = ("heads", "replicated")
+CP = ("heads", "state_passing")
+
+
+class _Alone:
+    """A group of this rank."""
+
+    def size(self) -> int:
+        return 1
+
+    def rank(self) -> int:
+        return 0
 
 
 class HostedModule(MegatronModule):
@@ -56,29 +70,39 @@ class HostedModule(MegatronModule):
         name: str | None = None,
         mode: str | None = None,
         cp_layout: str = "zigzag",
+        cp: str = "heads",
     ):
         """Build the HF module in `config.params_dtype`, initialised where `config.perform_initialization`.
 
         Args:
             mode: "heads" or "replicated"; None is "heads" where :meth:`heads` declares a division.
             cp_layout: how context parallelism divides sequences, "zigzag" (Megatron's) or "contiguous".
+            cp: what each context-parallel rank runs: "heads", whole sequences as `mode` says; or
+                "state_passing", all heads on a run of tokens, where the module has :meth:`passing`.
 
         Raises:
-            ValueError: the heads do not divide over the ranks. There is no silent change of mode.
+            ValueError: the heads do not divide over the ranks, or states cannot be passed here. There is no
+                silent change of mode.
         """
         super().__init__(config)
         self.layer_number = layer_number
         self.attn_mask_type = attn_mask_type
         self.pg_collection = pg_collection or ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
         self.tp_group = self.pg_collection.tp
-        tp, cp = self.tp_group.size(), self.pg_collection.cp.size()
+        tp, cp_size = self.tp_group.size(), self.pg_collection.cp.size()
         self.groups = Groups(self.tp_group, self.pg_collection.cp, config.sequence_parallel and tp > 1)
         if cp_layout not in LAYOUTS:
             raise ValueError(f"cp_layout must be one of {LAYOUTS}, got {cp_layout!r}")
         self.cp_layout = cp_layout
         self.declared = declared = self.heads(config)
-        self.mode = self._mode(mode, declared, tp, cp)
-        self.share = Share(declared if self.mode == "heads" else None, self.pg_collection)
+        # The ranks that divide the module, where those of context parallelism divide the tokens instead.
+        dividing, self._within = self.pg_collection, self.groups
+        self.passes_state = self._passes_state(cp)
+        if self.passes_state:
+            dividing = ProcessGroupCollection(tp=self.tp_group, cp=_Alone())
+            self._within, cp_size = replace(self.groups, cp=dividing.cp), 1
+        self.mode = self._mode(mode, declared, tp, cp_size)
+        self.share = Share(declared if self.mode == "heads" else None, dividing)
         setattr(self, self.hosted_name, self._build(self.share.held_config(config)))
         self.share.check(self.hosted)
         self._run_module = () if self.share.runs_what_it_holds else (self._build_run_module(),)
@@ -110,6 +134,14 @@ class HostedModule(MegatronModule):
         """
         output = hf_module(hidden)
         return output[0] if isinstance(output, tuple) else output
+
+    def passing(self, bounds: tuple[tuple[int, int], ...]) -> AbstractContextManager[None] | None:
+        """A context in which :meth:`run` gets this rank's run of a row of sequences, and hands on its state.
+
+        `bounds` are the sequences, over all ranks; () asks whether there is such a context: None where the
+        module has none, ValueError where this machine cannot run it.
+        """
+        return None
 
     def initialise(self, hf_module: nn.Module) -> None:
         """Fill the HF module's parameters in place, by default with transformers' own rules.
@@ -155,8 +187,12 @@ class HostedModule(MegatronModule):
         enter, leave = (
             (enter_heads, leave_heads) if self.mode == "heads" else (enter_replicated, leave_replicated)
         )
-        hidden = enter(hidden_states, groups, layout).transpose(0, 1)
+        hidden = enter(hidden_states, self._within, layout)
         module = self._bound()
+        if self.passes_state:
+            output = self._run_passing(module, to_contiguous(hidden, groups.cp, layout), layout)
+            return leave(from_contiguous(output, groups.cp, layout), self._within, layout), None
+        hidden = hidden.transpose(0, 1)
         if packed_seq_params is None:
             # Under context parallelism these are of this rank's tokens only.
             passed = {} if groups.cp.size() > 1 else {"attention_mask": attention_mask, **megatron}
@@ -168,7 +204,7 @@ class HostedModule(MegatronModule):
                 f"{type(self.hosted).__name__} returned {tuple(output.shape)} for (b, s, h) = "
                 f"{tuple(hidden.shape)}; override run() to give an output of the same shape"
             )
-        return leave(output.transpose(0, 1).contiguous(), groups, layout), None
+        return leave(output.transpose(0, 1).contiguous(), self._within, layout), None
 
     def backward_dw(self) -> None:
         """Nothing: the weight gradients are computed with the input gradients, never delayed."""
@@ -200,6 +236,24 @@ class HostedModule(MegatronModule):
                 "all the work), or fewer ranks"
             )
         return mode
+
+    def _passes_state(self, cp: str) -> bool:
+        """Whether states are passed: asked for, and there is more than one context-parallel rank."""
+        if cp not in CP:
+            raise ValueError(f"cp must be one of {CP}, got {cp!r}")
+        if cp == "heads":
+            return False
+        if self.passing(()) is None:
+            raise ValueError(f"{type(self).__name__} has no state that ranks could pass; use cp='heads'")
+        return self.groups.cp.size() > 1
+
+    def _run_passing(self, module: Any, tokens: Tensor, row: Row) -> Tensor:
+        """(n, b, h) -> (n, b, h) of this rank's run of tokens; each row of a batch by itself."""
+        context = self.passing(row.bounds)
+        assert context is not None
+        with context:
+            outputs = [self.run(module, tokens[:, i : i + 1].transpose(0, 1)) for i in range(tokens.size(1))]
+        return torch.cat(outputs).transpose(0, 1).contiguous()
 
     def _groups(self, packed: PackedSeqParams | None) -> Groups:
         """The ranks that share this batch's sequences. ValueError: others than the module was built for."""

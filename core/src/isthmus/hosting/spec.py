@@ -20,7 +20,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from isthmus import mtp, optimizer_state
 from isthmus.hosting import own_training
-from isthmus.hosting.module import MODES, HostedModule
+from isthmus.hosting.module import CP, MODES, HostedModule
 from isthmus.zigzag import LAYOUTS
 
 type Block = Callable[[Any, TransformerConfig, int | None], TransformerBlockSubmodules]
@@ -62,14 +62,18 @@ def called(
 def hosting(model_config: Any) -> dict[str, str]:
     """The params of a HostedModule that the model config (or Megatron's args, which lack them) chooses.
 
-    ValueError: `hosted_mode` or `cp_layout` is no known one.
+    ValueError: `hosted_mode`, `cp_layout` or `hosted_cp` is no known one.
     """
-    mode = getattr(model_config, "hosted_mode", "heads")
-    cp_layout = getattr(model_config, "cp_layout", "zigzag")
-    for name, value, known in (("hosted_mode", mode, MODES), ("cp_layout", cp_layout, LAYOUTS)):
-        if value not in known:
-            raise ValueError(f"{name} must be one of {known}, got {value!r}")
-    return {"mode": mode, "cp_layout": cp_layout}
+    found = {}
+    for name, param, known in (
+        ("hosted_mode", "mode", MODES),
+        ("cp_layout", "cp_layout", LAYOUTS),
+        ("hosted_cp", "cp", CP),
+    ):
+        found[param] = getattr(model_config, name, known[0])
+        if found[param] not in known:
+            raise ValueError(f"{name} must be one of {known}, got {found[param]!r}")
+    return found
 
 
 def rope(model_config: Any) -> dict[str, float]:

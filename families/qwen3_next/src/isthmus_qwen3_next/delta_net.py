@@ -1,6 +1,7 @@
 """The gated delta net, twice: HF's own module hosted, and Megatron's with HF's ones-centred output norm."""
 
 import copy
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -9,7 +10,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
 from isthmus.activations import activation_name
+from isthmus.hosting import state_passing
 from isthmus.hosting.module import HostedModule
+from isthmus.hosting.torch_functions import import_modeling
 from isthmus.precision import mark_param_dtype
 from isthmus.weights import Heads
 from isthmus_qwen3_next import heads
@@ -51,6 +54,12 @@ class HostedDeltaNet(HostedModule):
             **{name: getattr(config, name) for name in SIZES},
         )
         return self.classes.delta_net(hf, layer_idx=0)
+
+    def passing(self, bounds: tuple[tuple[int, int], ...]) -> AbstractContextManager[None]:
+        """fla's context parallelism. ValueError: no GPU, or no fla that has it."""
+        modeling, kernels = import_modeling(self.classes.modeling), state_passing.kernels()
+        width: Any = self.config.linear_conv_kernel_dim
+        return state_passing.delta_net(modeling, kernels, bounds, width, self.groups.cp)
 
 
 class NativeDeltaNet(GatedDeltaNet):

@@ -8,16 +8,18 @@ from isthmus.layout import Layout
 
 def problems(layout: Layout, fields: Mapping[str, Any]) -> list[str]:
     """Why the heads cannot be divided over tp x cp; hosted modules may also run whole on every rank."""
-    found = []
-    parts, replicated = layout.tp * layout.cp, fields.get("hosted_mode") == "replicated"
+    found, replicated = [], fields.get("hosted_mode") == "replicated"
 
-    def divide(what: str, count: int, *, up_to: bool = False) -> None:
+    def divide(what: str, count: int, cp: int = layout.cp, *, up_to: bool = False) -> None:
+        parts = layout.tp * cp
         if count % parts and not (up_to and parts % count == 0):
-            found.append(f"cannot divide {count} {what} over tp x cp = {layout.tp} x {layout.cp}")
+            found.append(f"cannot divide {count} {what} over tp x cp = {layout.tp} x {cp}")
 
+    # Where states are passed, context parallelism divides tokens and no heads.
+    passing = fields.get("hosted_cp") == "state_passing"
     if fields.get("delta_net") == "megatron" or not replicated:
         for side in ("key", "value"):
-            divide(f"delta-net {side} heads", fields[f"linear_num_{side}_heads"])
+            divide(f"delta-net {side} heads", fields[f"linear_num_{side}_heads"], 1 if passing else layout.cp)
     if fields.get("attention") == "hosted" and not replicated:
         divide("hosted attention heads", fields["num_attention_heads"])
         divide("hosted key/value heads", fields["num_query_groups"], up_to=True)

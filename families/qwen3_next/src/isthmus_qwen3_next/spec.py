@@ -69,9 +69,12 @@ def block(
     attention = mixers.get("attention") or getattr(model_config, "attention", "megatron")
     _check(config, delta_net, attention)
     hosting = core.hosting(model_config)
+    if hosting["cp"] == "state_passing" and delta_net != "hosted":
+        raise ValueError("hosted_cp='state_passing' is of hosted delta nets; use delta_net='hosted'")
     specs: dict[int, ModuleSpec | None] = {0: None}
     if attention == "hosted":
-        specs[0] = ModuleSpec(module=modules.attention, params=hosting | core.rope(model_config))
+        params = hosting | core.rope(model_config) | {"cp": "heads"}  # softmax has no state to pass
+        specs[0] = ModuleSpec(module=modules.attention, params=params)
     if delta_net == "hosted":
         specs[1] = ModuleSpec(module=modules.delta_net, params=hosting)
     else:
