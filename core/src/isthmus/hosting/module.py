@@ -192,7 +192,7 @@ class HostedModule(MegatronModule):
         if self.passes_state:
             output = self._run_passing(module, to_contiguous(hidden, groups.cp, layout), layout)
             return leave(from_contiguous(output, groups.cp, layout), self._within, layout), None
-        hidden = hidden.transpose(0, 1)
+        hidden = hidden.transpose(0, 1).contiguous()  # once; else each projection of HF's copies it
         if packed_seq_params is None:
             # Under context parallelism these are of this rank's tokens only.
             passed = {} if groups.cp.size() > 1 else {"attention_mask": attention_mask, **megatron}
