@@ -105,9 +105,9 @@ def test_the_losses_are_those_of_transformers(source: Path, alone: tuple[Path, R
 
 
 def test_a_resumed_run_is_the_run_itself_bit_for_bit(tmp_path: Path) -> None:
-    """Experts and optimizer divided; the second half under torchrun."""
-    source, words = tmp_path / "source", ["--ep", "2", "--warmup-steps", "1", "--dtype", "float32"]
-    write_tiny(FAMILY, source, "default")
+    """In bf16 with a parameter in fp32, experts and optimizer divided; the second half under torchrun."""
+    source, words = tmp_path / "source", ["--ep", "2", "--warmup-steps", "1"]
+    write_tiny(FAMILY, source, "fp32_a_log")
     whole = finetune(2, source, tmp_path / "whole", *words, "--steps", "4")
     halves = tmp_path / "halves"
     first = finetune(2, source, halves, *words, "--steps", "2", "--decay-steps", "4", "--save-every", "2")
