@@ -66,19 +66,29 @@ class DequantisedReader:
         self._last: tuple[str, int | None] | None = None  # the matrix of `_grids`
         self._grids: tuple[Tensor, Tensor | None] | None = None
 
-    def slice(self, name: str, rows: Span = None, cols: Span = None, index: int | None = None) -> Tensor:
+    def slice(
+        self,
+        name: str,
+        rows: Span = None,
+        cols: Span = None,
+        index: int | None = None,
+        *,
+        into: Tensor | None = None,
+    ) -> Tensor:
         """`tensor[index]` where given, then its `[rows, cols]`; as :meth:`CheckpointReader.slice`.
 
         ValueError where a code or a scale in it is NaN or Inf.
         """
         item = self.quantised.get(name)
-        result = (
-            self.stored.slice(name, rows, cols, index)
-            if item is None
-            else self._values(item, rows, cols, index)
-        )
+        if item is None:
+            before = self.stored.bytes_read
+            result = self.stored.slice(name, rows, cols, index, into=into)
+            self.bytes_read += self.stored.bytes_read - before
+            return result
+        straight = into if into is not None and into.dtype == self.dtype and into.is_cpu else None
+        result = self._values(item, rows, cols, index, straight)
         self.bytes_read += result.nbytes
-        return result
+        return result if into is None or into is result else into.copy_(result)
 
     def parts(self, name: str, index: int | None = None) -> dict[str, Tensor]:
         """All stored parts of a quantised matrix, or of matrix `index` of a stack."""
@@ -107,7 +117,9 @@ class DequantisedReader:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _values(self, item: Quantised, rows: Span, cols: Span, index: int | None) -> Tensor:
+    def _values(
+        self, item: Quantised, rows: Span, cols: Span, index: int | None, out: Tensor | None
+    ) -> Tensor:
         info = self.tensors[item.name]
         shape = list(item.shape)
         if index is not None:
@@ -116,9 +128,11 @@ class DequantisedReader:
             del shape[0]
         if len(shape) == 3:
             first, count = bounds(rows, 0, shape, info)
-            matrices = range(first, first + count)
-            found = [self._values(item, cols, None, matrix) for matrix in matrices]
-            return torch.stack(found) if found else torch.empty(0, *shape[1:], dtype=self.dtype)
+            _, height = bounds(cols, 1, shape, info)
+            out = torch.empty(count, height, shape[2], dtype=self.dtype) if out is None else out
+            for number in range(count):
+                self._values(item, cols, None, first + number, out[number])
+            return out
         row, height = bounds(rows, 0, shape, info)
         col, width = bounds(cols, 1, shape, info)
         word = item.codec.word
@@ -127,9 +141,17 @@ class DequantisedReader:
         if (item.name, index) != self._last:
             self._grids, self._last = self._scales(item, index), (item.name, index)
         assert self._grids is not None
+        if out is None or out.shape != (height, width):
+            out = torch.empty(height, width, dtype=self.dtype)
         try:
             return dequantise(
-                item.codec, item.block, codes, self._grids, self.dtype, row=row, cols=(col, col + width)
+                item.codec,
+                item.block,
+                codes,
+                self._grids,
+                out,
+                row=row,
+                col=col,
             )
         except ValueError as error:
             raise ValueError(f"{self.folder}: {item.codes}: {error}") from error

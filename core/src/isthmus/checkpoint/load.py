@@ -94,7 +94,7 @@ class _Copier:
         filled = 0
         for run in self._runs(bound.rule, tensor):
             target = tensor if run.length == length else tensor.narrow(dim, run.start, run.length)
-            target.copy_(self._slice(bound.hf[run.source], tensor, dim, run))
+            self._slice(bound.hf[run.source], tensor, dim, run, into=target)
             filled += run.length
         if filled < length:
             assert bound.rule.padded, f"{bound.megatron}: {filled} of {length} rows have a source"
@@ -125,14 +125,16 @@ class _Copier:
             runs = self.runs[id(rule), length] = rule.runs(length, *self.place.shard(rule))
         return runs
 
-    def _slice(self, hf: HFTensor, target: torch.Tensor, dim: int, run: Run) -> torch.Tensor:
+    def _slice(
+        self, hf: HFTensor, target: torch.Tensor, dim: int, run: Run, into: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """The run's rows (or columns) of an HF tensor, or all of one that is a single number."""
         if target.dim() == 0:
-            return self.reader.slice(hf.name, index=hf.index)
+            return self.reader.slice(hf.name, index=hf.index, into=into)
         part = slice(run.hf_start, run.hf_start + run.length)
         if dim == 0:
-            return self.reader.slice(hf.name, rows=part, index=hf.index)
-        return self.reader.slice(hf.name, cols=part, index=hf.index)
+            return self.reader.slice(hf.name, rows=part, index=hf.index, into=into)
+        return self.reader.slice(hf.name, cols=part, index=hf.index, into=into)
 
 
 def check(held: Sequence[LiveTensor], weights: WeightMap, reader: CheckpointReader, place: Place) -> Coverage:

@@ -42,7 +42,13 @@ class Manifest:
         self.tensors: Mapping[str, TensorInfo] = MappingProxyType(logical(stored, self.quantised, self.dtype))
 
     def slice(
-        self, name: str, rows: slice | None = None, cols: slice | None = None, index: int | None = None
+        self,
+        name: str,
+        rows: slice | None = None,
+        cols: slice | None = None,
+        index: int | None = None,
+        *,
+        into: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """ValueError: the data is not here."""
         raise ValueError(

@@ -36,11 +36,18 @@ class CheckpointReader:
         self._closed = False
 
     def slice(
-        self, name: str, rows: slice | None = None, cols: slice | None = None, index: int | None = None
+        self,
+        name: str,
+        rows: slice | None = None,
+        cols: slice | None = None,
+        index: int | None = None,
+        *,
+        into: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """View of `tensor[index]` where given, then of its `[rows, cols]`; the caller must not write to it.
 
-        Bounds are exact: nothing is clipped or counted from the end. The view outlives the reader.
+        With `into` it is copied there, and that is what comes back. Bounds are exact: nothing is clipped or
+        counted from the end. The view outlives the reader.
         """
         info = self._info(name)
         shape = list(info.shape)
@@ -66,7 +73,7 @@ class CheckpointReader:
         file = self._mapped.get(info.file) or self._map(info.file)
         result = file.view(info.dtype, info.offset, first, shape, strides)
         self.bytes_read += result.numel() * item
-        return result
+        return result if into is None else into.copy_(result)
 
     def will_need(self, names: Iterable[str | tuple[str, int | None]]) -> None:
         """Says what `slice` will be asked for: tensors, or (name, index) for single rows of stacked ones.

@@ -4,6 +4,7 @@ A matrix (R, C) is stored in parts, by role: `codes`, and beside them `scale` an
 codes are large. value = (decoded code - zero point) * scale, computed in float32, then cast once.
 """
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,8 +14,18 @@ from torch import Tensor
 
 from isthmus.quant.blocks import Block, apply_, extremes
 
-CHUNK = 1 << 18  # values at a time: what is between codes and result stays in a core's own cache
+CHUNK = 1 << 17  # values at a time: what is between codes and result stays in a core's own cache
 CODES = "codes"
+_own = threading.local()
+
+
+def scratch(dtype: torch.dtype, rows: int, cols: int) -> Tensor:
+    """This thread's one tensor of a dtype, as (rows, cols): new memory costs more than what is done in it."""
+    kept: Tensor | None = getattr(_own, str(dtype), None)
+    if kept is None or kept.numel() < rows * cols:
+        kept = torch.empty(max(CHUNK, rows * cols), dtype=dtype)
+        setattr(_own, str(dtype), kept)
+    return kept[: rows * cols].view(rows, cols)
 
 
 class Codec(ABC):
@@ -30,7 +41,10 @@ class Codec(ABC):
 
     @abstractmethod
     def decode(self, codes: Tensor) -> Tensor:
-        """Codes (n, ...) of n rows as float32 (n, values of a row), contiguous. ValueError: NaN or Inf."""
+        """Codes (n, ...) of n rows as float32 (n, values of a row), contiguous; the next call may reuse it.
+
+        ValueError: NaN or Inf.
+        """
 
     @abstractmethod
     def encode(self, numbers: Tensor) -> Tensor:
@@ -75,42 +89,33 @@ def dequantise(
     block: Block,
     codes: Tensor,
     grids: tuple[Tensor, Tensor | None],
-    dtype: torch.dtype,
+    out: Tensor,
     *,
     row: int = 0,
-    cols: tuple[int, int] | None = None,
+    col: int = 0,
 ) -> Tensor:
-    """Values of rows `row` and following as stored in `codes` (n, ...), columns `cols` (from, to) of them.
+    """Fills `out` (n, m) with the values of a matrix from row `row` and column `col` on.
 
-    `codes` begin at the word that column `cols[0]` lies in; `grids` are those of the whole matrix.
+    `codes` (n, ...) begin at the word that column `col` lies in; `grids` are those of the whole matrix.
     """
+    rows, cols = out.shape
+    if rows == 0 or cols == 0:
+        return out
     scale, zero = grids
     scale = scale * codec.unit if codec.unit != 1 else scale
-    rows = codes.shape[0]
-    if rows == 0 or codes.numel() == 0:
-        width = 0 if cols is None else cols[1] - cols[0]
-        return torch.empty(rows, width, dtype=dtype)
-    begin = 0 if cols is None else cols[0] // codec.word * codec.word
-    step = max(1, CHUNK * rows // (codes.numel() * codec.word))
+    skipped = col % codec.word
+    step = max(1, CHUNK // (codes[0].numel() * codec.word))
     if step > block[0]:
         step -= step % block[0]
-    result: Tensor | None = None
     for first in range(0, rows, step):
         numbers = codec.decode(codes[first : first + step])
-        if cols is not None and numbers.shape[1] > cols[1] - begin:  # the last word may be filled up
-            numbers = numbers[:, : cols[1] - begin].contiguous()
+        if numbers.shape[1] > skipped + cols:  # the last word is cut, or filled up
+            numbers = numbers[:, : skipped + cols].contiguous()
         if zero is not None:
-            apply_(Tensor.sub_, numbers, zero, block, row + first, begin)
-        apply_(Tensor.mul_, numbers, scale, block, row + first, begin)
-        if cols is not None:
-            numbers = numbers[:, cols[0] - begin :]
-        if step >= rows:
-            return numbers.to(dtype)
-        if result is None:
-            result = torch.empty(rows, numbers.shape[1], dtype=dtype)
-        result[first : first + step].copy_(numbers)
-    assert result is not None
-    return result
+            apply_(Tensor.sub_, numbers, zero, block, row + first, col - skipped)
+        apply_(Tensor.mul_, numbers, scale, block, row + first, col - skipped)
+        out[first : first + step].copy_(numbers[:, skipped:] if skipped else numbers)
+    return out
 
 
 def quantise(
@@ -147,8 +152,8 @@ def requantise(
     """
     if parts is not None:
         found = dict(parts) if CODES in parts else quantise(codec, block, values, dtypes, parts)
-        cols = (0, values.shape[1])
-        again = dequantise(codec, block, found[CODES], codec.grids(parts), dtype, cols=cols)
+        again = torch.empty(values.shape, dtype=dtype)
+        dequantise(codec, block, found[CODES], codec.grids(parts), again)
         if torch.equal(again.float(), values.float()):
             return found
     if not torch.isfinite(values).all():

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from isthmus.quant.blocks import Block, grid_shape, powers_of_two
-from isthmus.quant.codec import CODES, Codec, Quantised
+from isthmus.quant.codec import CODES, Codec, Quantised, scratch
 from isthmus.quant.layout import Checkpoint, fits
 
 SCALES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)  # dtypes of a scale
@@ -38,12 +38,12 @@ class Float8(Codec):
         invalid = 0x7F if self.dtype == torch.float8_e4m3fn else 0x7C
         if codes.view(torch.int8).max() >= invalid or codes.view(torch.uint8).max() >= 0x80 + invalid:
             raise ValueError(f"a code of {self.label} is NaN or Inf")
-        bits = codes.view(torch.int8).to(torch.int16, memory_format=torch.contiguous_format)
+        bits = scratch(torch.int16, *codes.shape).copy_(codes.view(torch.int8))
         if self.dtype == torch.float8_e4m3fn:
             bits.bitwise_left_shift_(7).bitwise_and_(0xBF80 - 0x10000)  # drops the sign's copy in bit 14
         else:
             bits.bitwise_left_shift_(8)
-        return bits.view(torch.float16).float()
+        return scratch(torch.float32, *codes.shape).copy_(bits.view(torch.float16))
 
     def encode(self, numbers: Tensor) -> Tensor:
         largest = torch.finfo(self.dtype).max
