@@ -46,6 +46,7 @@ def run(args: argparse.Namespace) -> int:
             reader = dequantised(stored, config.raw)
             if reader is not stored:
                 document["quantization"] |= {"tensors": formats(reader), "sample": sample(reader)}
+                document["parameters"] = sum(map(_elements, reader.tensors.values()))
             document |= map_tensors(config, reader.tensors)
             unreadable = None
         except (LookupError, ValueError) as error:
