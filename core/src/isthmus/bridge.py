@@ -131,18 +131,19 @@ class AutoBridge:
         Dtypes may be given by name. LookupError names unknown fields; ValueError lists values that are none
         for their fields, and why the layout does not fit the model.
         """
-        from megatron.core.transformer.transformer_config import TransformerConfig
+        from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
         module, _, name = self.family.config_class.partition(":")
         config_class = getattr(importlib.import_module(module), name)
+        kind = MLATransformerConfig if self.megatron_fields.get("multi_latent_attention") else TransformerConfig
         of_model = {field.name for field in dataclasses.fields(config_class) if field.init}
-        of_transformer = {field.name for field in dataclasses.fields(TransformerConfig) if field.init}
+        of_transformer = {field.name for field in dataclasses.fields(kind) if field.init}
         overrides = with_dtypes(overrides)
-        check_kinds((config_class, TransformerConfig), {**self.choices, **overrides})
+        check_kinds((config_class, kind), {**self.choices, **overrides})
         fields = self._fields(overrides)
         Layout.of(fields).check(self.family, fields)
         try:
-            transformer = TransformerConfig(**{k: v for k, v in fields.items() if k in of_transformer})
+            transformer = kind(**{k: v for k, v in fields.items() if k in of_transformer})
         except AssertionError as error:
             raise ValueError(f"Megatron refuses this configuration: {error}") from error
         return config_class(transformer=transformer, **{k: v for k, v in fields.items() if k in of_model})

@@ -11,6 +11,8 @@ live                                              canonical
 ``self_attention.linear_qkv.layer_norm_weight``   ``input_layernorm.weight``
 ``self_attention.in_proj.layer_norm_weight``      ``input_layernorm.weight``
 ``mlp.linear_fc1.layer_norm_weight``              ``pre_mlp_layernorm.weight``
+``self_attention.linear_q_up_proj.layer_norm_*``  ``self_attention.q_layernorm.*``
+``self_attention.linear_kv_up_proj.layer_norm_*`` ``self_attention.kv_layernorm.*``
 ``mlp.experts.linear_fc1.weight3``                ``mlp.experts.{first expert + 3}.linear_fc1.weight``
 ``mlp.experts.local_experts.3.linear_fc1.weight`` the same
 ``mtp.layers.0.mtp_model_layer.*``                ``mtp.layers.0.layer.*``
@@ -25,10 +27,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-_FUSED_NORM = re.compile(
-    r"(self_attention\.(?:linear_qkv|in_proj)|mlp\.linear_fc1)\.layer_norm_(weight|bias)$"
-)
-_NORM_BEFORE = {"self_attention": "input_layernorm", "mlp": "pre_mlp_layernorm"}
+_NORM_BEFORE = {
+    "self_attention.linear_qkv": "input_layernorm",
+    "self_attention.in_proj": "input_layernorm",
+    "self_attention.linear_q_up_proj": "self_attention.q_layernorm",
+    "self_attention.linear_kv_up_proj": "self_attention.kv_layernorm",
+    "mlp.linear_fc1": "pre_mlp_layernorm",
+}
+_FUSED_NORM = re.compile(rf"({'|'.join(map(re.escape, _NORM_BEFORE))})\.layer_norm_(weight|bias)$")
 _GROUPED = re.compile(r"(mlp\.experts)\.(linear_fc[12])\.(weight|bias)(\d+)$")
 _SEQUENTIAL = re.compile(r"(mlp\.experts)\.local_experts\.(\d+)\.")
 _MTP_LAYER = re.compile(r"^(mtp\.layers\.\d+)\.(?:mtp_model_layer|transformer_layer)\.")
@@ -52,7 +58,7 @@ def canonical(live: str, layers: Mapping[str, int], first_expert: int) -> str:
     name = _MTP_LAYER.sub(r"\1.layer.", live) if live.startswith("mtp.") else live
     name = _LAYER.sub(lambda m: f"{m[1]}.{layers[f'{m[1]}.{m[2]}']}.", name)
     if ".layer_norm_" in name:
-        name = _FUSED_NORM.sub(lambda m: f"{_NORM_BEFORE[m[1].partition('.')[0]]}.{m[2]}", name)
+        name = _FUSED_NORM.sub(lambda m: f"{_NORM_BEFORE[m[1]]}.{m[2]}", name)
     if "mlp.experts." in name:
         name = _GROUPED.sub(lambda m: f"{m[1]}.{first_expert + int(m[4])}.{m[2]}.{m[3]}", name)
         name = _SEQUENTIAL.sub(lambda m: f"{m[1]}.{first_expert + int(m[2])}.", name)

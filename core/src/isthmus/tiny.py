@@ -88,6 +88,8 @@ class Tiny:
     values: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     """Patterns (fnmatch) of tensors and the (centre, spread) of their random values, where these are not 0
     and what keeps activations of size 1."""
+    copies: Mapping[str, str] = field(default_factory=dict)
+    """Patterns (fnmatch) of tensors that repeat another, and its name."""
 
     def shapes(self, variant: Variant) -> dict[str, tuple[int, ...]]:
         """Name and shape of each tensor of the variant's files."""

@@ -9,6 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from isthmus import registry
 from isthmus.cli import config_options, layout_options, model, output, workers
 
 if TYPE_CHECKING:
@@ -112,7 +113,7 @@ def merged(ranks: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _versions(bridge: "AutoBridge") -> dict[str, str]:
     """Of what took part, by dist."""
-    names = ["isthmus-core", f"isthmus-{bridge.family.name.replace('_', '-')}"]
+    names = ["isthmus-core", registry.families()[bridge.hf_config.model_type].dist]
     return {name: version(name) for name in (*names, "megatron-core", "transformers", "torch")}
 
 

@@ -64,6 +64,7 @@ def _load(folder: Path, dtype: torch.dtype, mtp_reference: str | None) -> tuple[
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+    logging.set_verbosity_error()  # it lists the prediction block as unexpected, which is loaded below
     config = AutoConfig.from_pretrained(folder)
     _import_modeling(config.model_type)
     loaded: Any = AutoModelForCausalLM.from_pretrained(

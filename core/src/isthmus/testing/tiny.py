@@ -56,7 +56,10 @@ def make_tensors(tiny: Tiny, variant: Variant, seed: int, dtype: torch.dtype) ->
     """The variant's tensors by name, in the dtypes they have in the files."""
     config = HFConfig(variant.config)
     shapes = tiny.tensors(config, variant.mtp)
-    tensors = {name: _random(name, shape, tiny.values, seed) for name, shape in shapes.items()}
+    tensors = {
+        name: _random(_original(name, tiny.copies), shape, tiny.values, seed)
+        for name, shape in shapes.items()
+    }
     if config["tie_word_embeddings"]:
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     if variant.fused_experts:
@@ -65,6 +68,11 @@ def make_tensors(tiny: Tiny, variant: Variant, seed: int, dtype: torch.dtype) ->
         name: tensors[name].to(torch.float32 if _matches(name, variant.fp32) else dtype)
         for name in tiny.shapes(variant)
     }
+
+
+def _original(name: str, copies: Mapping[str, str]) -> str:
+    """The tensor whose content `name` has: its own, unless it is a copy."""
+    return next((original for pattern, original in copies.items() if fnmatchcase(name, pattern)), name)
 
 
 def _random(

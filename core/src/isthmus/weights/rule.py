@@ -230,22 +230,35 @@ def hosted(
 
 
 def embeddings(
-    hf: Mapping[str, Any], keys: Collection[str], prefix: str = "model.", tied: bool | None = None
+    hf: Mapping[str, Any],
+    keys: Collection[str],
+    prefix: str = "model.",
+    tied: bool | None = None,
+    *,
+    copies: tuple[str, ...] = (),
+    head_copies: tuple[str, ...] = (),
 ) -> list[Rule]:
     """`{prefix}embed_tokens` and `lm_head`, tied or not, for a config.json and the tensor names of its files.
 
-    The files of a tied head may repeat it. `tied` is for a config with more than one `tie_word_embeddings`.
+    Args:
+        tied: for a config with more than one `tie_word_embeddings`.
+        copies, head_copies: further names of the embedding and of the head; those in the files are loaded and
+            exported. The files of a tied head may repeat it, too.
     """
-    rows, embedding = hf["vocab_size"], f"{prefix}embed_tokens.weight"
+
+    def repeated(*names: str) -> tuple[str, ...]:
+        return tuple(name for name in names if name in keys)
+
+    rows, embedding, head = hf["vocab_size"], f"{prefix}embed_tokens.weight", "lm_head.weight"
+    words, output = "embedding.word_embeddings.weight", "output_layer.weight"
     if not (hf["tie_word_embeddings"] if tied is None else tied):
         return [
-            vocabulary("embedding.word_embeddings.weight", embedding, rows),
-            vocabulary("output_layer.weight", "lm_head.weight", rows),
+            vocabulary(words, embedding, rows, also=repeated(*copies)),
+            vocabulary(output, head, rows, also=repeated(*head_copies)),
         ]
-    repeated = ("lm_head.weight",) if "lm_head.weight" in keys else ()
     return [
-        vocabulary("embedding.word_embeddings.weight", embedding, rows, also=repeated),
-        vocabulary("output_layer.weight", embedding, rows, exported=False),  # the last stage's own copy
+        vocabulary(words, embedding, rows, also=repeated(head, *copies, *head_copies)),
+        vocabulary(output, embedding, rows, exported=False),  # the last stage's own copy
     ]
 
 

@@ -1,0 +1,25 @@
+"""The model config of DeepSeek: Megatron's GPTModelConfig around an MLATransformerConfig."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from isthmus.hosting.model_config import HostedModelConfig
+from isthmus_deepseek.spec import layer_spec
+
+
+@dataclass(kw_only=True)
+class DeepseekModelConfig(HostedModelConfig):
+    """A GPTModelConfig whose layers are :func:`isthmus_deepseek.spec.layer_spec`; built by GPTModelBuilder."""
+
+    transformer_layer_spec: Any | Callable[..., Any] | None = layer_spec
+
+    @property
+    def spec_argument(self) -> Callable[..., Any]:
+        """The layer spec that stands for this config on Megatron's command line (`--spec`)."""
+        return layer_spec
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        # The layers differ, so a checkpoint must name each by its number instead of stacking them.
+        self.transformer.hetereogenous_dist_checkpoint = True

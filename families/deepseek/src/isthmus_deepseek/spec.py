@@ -1,0 +1,104 @@
+"""Megatron layer specs of DeepSeek: Megatron's own layers, with what HF's model has otherwise.
+
+`layer_spec` is what `GPTModelConfig.transformer_layer_spec` and Megatron's `--spec` call.
+"""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from megatron.core.models.backends import BackendSpecProvider
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from isthmus.hosting import spec
+from isthmus_deepseek.latent import LATENT_NORM_EPS
+from isthmus_deepseek.router import GroupLimitedRouter, differs
+
+
+@spec.layer_spec
+def layer_spec(
+    model_config: Any, config: TransformerConfig, vp_stage: int | None
+) -> TransformerBlockSubmodules:
+    """The decoder layers of this pipeline stage, called as (model_config, vp_stage) or (args, config,
+    vp_stage).
+
+    ValueError: tensor parallelism without sequence parallelism, or layers of another kind than Transformer
+    Engine's.
+    """
+    _check(config)
+    block = spec.decoder_block(config, vp_stage, [_attention(config)] * config.num_layers)
+    if not differs(config):
+        return block
+    return replace(block, layer_specs=[_with_router(layer) for layer in block.layer_specs or []])
+
+
+class LatentAttention(MLASelfAttention):
+    """Megatron's latent attention, its linears and norms as the spec has them.
+
+    Megatron itself fuses a norm into `linear_q_proj` where queries have no latent, a norm of what the input
+    norm has normed, which HF's module does not have.
+    """
+
+    def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict[str, Any]:
+        names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
+        return {name: getattr(submodules, name) for name in names}
+
+
+class LatentNorm:
+    """Builds `norm` with the epsilon of HF's latent norms, whatever the model's is.
+
+    A class because Megatron's specs hold classes; what it builds is an instance of `norm`.
+    """
+
+    def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float, *, norm: Any) -> Any:
+        return norm(config=config, hidden_size=hidden_size, eps=LATENT_NORM_EPS)
+
+
+def _attention(config: Any) -> ModuleSpec | None:
+    """The latent attention; None where Megatron's own is HF's."""
+    if config.q_lora_rank is not None and config.layernorm_epsilon == LATENT_NORM_EPS:
+        return None
+    backend: BackendSpecProvider = spec.layer_backend(config)
+    norm = partial(LatentNorm, norm=backend.layer_norm(rms_norm=True, for_qk=True))
+    return ModuleSpec(
+        module=LatentAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=MLASelfAttentionSubmodules(
+            linear_q_proj=backend.column_parallel_linear(),
+            linear_q_down_proj=backend.linear(),
+            linear_q_up_proj=backend.column_parallel_linear(),
+            linear_kv_down_proj=backend.linear(),
+            linear_kv_up_proj=backend.column_parallel_linear(),
+            core_attention=backend.core_attention(),
+            linear_proj=backend.row_parallel_linear(),
+            q_layernorm=norm,
+            kv_layernorm=norm,
+        ),
+    )
+
+
+def _with_router(layer: ModuleSpec) -> ModuleSpec:
+    """A copy of `layer`, the router of its experts, if it has any, replaced."""
+    submodules: Any = layer.submodules
+    moe = submodules.mlp.keywords["submodules"]
+    if not hasattr(moe, "router"):
+        return layer
+    mlp = partial(submodules.mlp.func, submodules=replace(moe, router=GroupLimitedRouter))
+    return replace(layer, submodules=replace(submodules, mlp=mlp))
+
+
+def _check(config: TransformerConfig) -> None:
+    if config.transformer_impl != "transformer_engine":
+        raise ValueError(
+            f"transformer_impl={config.transformer_impl!r} has no latent attention that trains right: use"
+            " 'transformer_engine', on a CPU with isthmus.cpu"
+        )
+    if config.tensor_model_parallel_size > 1 and not config.sequence_parallel:
+        raise ValueError(
+            "Megatron's latent attention does not reduce the gradient of the rotated keys over tensor-parallel"
+            " ranks when sequence_parallel is off. Turn it on"
+        )

@@ -1,0 +1,133 @@
+"""Tiny DeepSeeks: the published config.json with fewer and smaller parts, in the same proportions."""
+
+import json
+from importlib.resources import files
+from typing import Any
+
+from isthmus.tiny import Tiny, Variant
+from isthmus_deepseek.tensors import tensors
+
+
+def published(name: str) -> dict[str, Any]:
+    """config.json of a release, as it was published."""
+    return json.loads(files(__package__).joinpath(f"{name}.config.json").read_text())
+
+
+V2, V2_LITE, V3 = (published(name) for name in ("deepseek_v2", "deepseek_v2_lite", "deepseek_v3"))
+
+# What shrinks. Kept as published: the first layer without experts (V2), heads together wider than the hidden
+# state, half as many rotated dims as others, yarn with its factors, shared experts, the gates and their scale.
+SHRUNK = {
+    "vocab_size": 160,
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "intermediate_size": 160,
+    "moe_intermediate_size": 32,
+    "max_position_embeddings": 320,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+# Positions 8 and on are beyond what the yarn of this rope was made for.
+YARN = {"factor": 40, "original_max_position_embeddings": 8, "beta_fast": 32, "beta_slow": 1, "type": "yarn"}
+
+
+def tiny_v2(**overrides: Any) -> dict[str, Any]:
+    """A small DeepSeek-V2: latent queries, 4 groups of 4 experts, of which 2 are chosen for 4 experts."""
+    routing = {"n_routed_experts": 16, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2}
+    rope = {"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}}
+    return V2 | SHRUNK | routing | rope | {"q_lora_rank": 48} | overrides
+
+
+def tiny_v2_lite(**overrides: Any) -> dict[str, Any]:
+    """A small DeepSeek-V2-Lite: queries without a latent, the best 3 of 8 experts."""
+    routing = {"n_routed_experts": 8, "num_experts_per_tok": 3}
+    rope = {"rope_scaling": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707}}
+    return V2_LITE | SHRUNK | routing | rope | overrides
+
+
+def tiny_v3(**overrides: Any) -> dict[str, Any]:
+    """A small DeepSeek-V3 in bfloat16: V2's shape, V3's gate, one layer without experts, one MTP layer."""
+    routing = {"n_routed_experts": 16, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2}
+    rope = {"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}}
+    config = V3 | SHRUNK | routing | rope | {"q_lora_rank": 48, "first_k_dense_replace": 1} | overrides
+    del config["quantization_config"]
+    return config
+
+
+# Where the usual, 0 and a size that keeps activations at 1, would not do. A spread router has no near ties. As
+# in a trained model, a layer adds little to what it was given, or each multiplies the rounding of those before.
+VALUES = {
+    "*.embed_tokens.weight": (0.0, 0.6),
+    "*norm.weight": (1.0, 0.2),
+    "*.o_proj.weight": (0.0, 0.04),
+    "*.down_proj.weight": (0.0, 0.08),
+    "*.mlp.gate.weight": (0.0, 0.3),
+    "*.e_score_correction_bias": (0.0, 0.3),
+}
+COPIES = {
+    "model.layers.*.embed_tokens.weight": "model.embed_tokens.weight",
+    "model.layers.*.shared_head.head.weight": "lm_head.weight",
+}
+BIAS = ("*.e_score_correction_bias",)
+
+V2_VARIANTS = {
+    "default": Variant(tiny_v2(), "DeepSeek-V2 with fewer and smaller parts: 4 layers, 16 experts in 4 groups"),
+    "lite": Variant(tiny_v2_lite(), "DeepSeek-V2-Lite: no latent of queries, 8 experts, no groups"),
+    "plain_rope": Variant(tiny_v2_lite(rope_scaling=None), "lite, its rotary embedding not scaled"),
+    "odd_vocab": Variant(tiny_v2(vocab_size=151), "151 vocabulary rows, which no tensor-parallel size divides"),
+    "fused_experts": Variant(
+        tiny_v2(), "the experts of a layer in one tensor, as transformers 5 holds them", fused_experts=True
+    ),
+    "sharded": Variant(tiny_v2_lite(), "three safetensors files and an index", shards=3),
+}
+V3_VARIANTS = {
+    "default": Variant(
+        tiny_v3(), "as published, with fewer and smaller parts: 4 layers, 16 experts, one MTP layer", fp32=BIAS
+    ),
+    "no_mtp": Variant(tiny_v3(), "without the MTP layer", mtp=False, fp32=BIAS),
+    "bf16_bias": Variant(tiny_v3(), "the router's bias in bfloat16, as some tools save it"),
+    "plain_rope": Variant(tiny_v3(rope_scaling=None), "the rotary embedding not scaled", fp32=BIAS),
+    "mscales": Variant(
+        tiny_v3(rope_scaling=YARN | {"mscale": 0.8, "mscale_all_dim": 0.5}),
+        "yarn that scales rotated rows, not only the softmax",
+        fp32=BIAS,
+    ),
+    "no_groups": Variant(tiny_v3(n_group=1, topk_group=1), "experts without groups, as in Kimi-K2", fp32=BIAS),
+    "moonlight": Variant(
+        tiny_v3(
+            q_lora_rank=None,
+            rms_norm_eps=1e-5,
+            n_group=1,
+            topk_group=1,
+            rope_scaling=None,
+            num_nextn_predict_layers=0,
+        ),
+        "as Moonlight: no latent of queries, another epsilon for the norms of the hidden state",
+        mtp=False,
+        fp32=BIAS,
+    ),
+    "three_of_groups": Variant(
+        tiny_v3(num_experts_per_tok=3, num_nextn_predict_layers=0),
+        "3 experts of 2 groups, whose scores Megatron would add up otherwise",
+        mtp=False,
+        fp32=BIAS,
+    ),
+    "odd_vocab": Variant(
+        tiny_v3(vocab_size=151), "151 vocabulary rows, which no tensor-parallel size divides", fp32=BIAS
+    ),
+    "fused_experts": Variant(
+        tiny_v3(),
+        "the experts of a layer in one tensor, as transformers 5 holds them",
+        fused_experts=True,
+        fp32=BIAS,
+    ),
+}
+
+TINY_V2 = Tiny(V2_VARIANTS, tensors, VALUES)
+TINY_V3 = Tiny(V3_VARIANTS, tensors, VALUES, COPIES)
