@@ -27,6 +27,12 @@ SPELLINGS = {
     "decoder.layers.0.self_attention.in_proj.layer_norm_weight": "decoder.layers.4.input_layernorm.weight",
     "decoder.layers.1.pre_mlp_layernorm.weight": "decoder.layers.5.pre_mlp_layernorm.weight",
     "decoder.layers.1.mlp.linear_fc1.layer_norm_weight": "decoder.layers.5.pre_mlp_layernorm.weight",
+    "decoder.layers.0.self_attention.linear_q_up_proj.layer_norm_weight": (
+        "decoder.layers.4.self_attention.q_layernorm.weight"
+    ),
+    "decoder.layers.0.self_attention.linear_kv_up_proj.layer_norm_weight": (
+        "decoder.layers.4.self_attention.kv_layernorm.weight"
+    ),
     # experts, grouped and in a list
     "decoder.layers.0.mlp.experts.linear_fc1.weight3": "decoder.layers.4.mlp.experts.7.linear_fc1.weight",
     "decoder.layers.0.mlp.experts.linear_fc2.bias0": "decoder.layers.4.mlp.experts.4.linear_fc2.bias",

@@ -7,10 +7,11 @@ from isthmus.config import HFConfig
 from isthmus.decoder import decoder_config
 from isthmus_deepseek.latent import LATENT_NORM_EPS, latent_attention, rotary
 
-# Training's own: how ranks were laid out, and a balancing loss that is none of the model's function. And what
+# Training's own: how ranks were laid out, and a balancing loss that is none of the model's function; and what
 # transformers writes although other fields decide it.
-INERT = frozenset("ep_size pretraining_tp aux_loss_alpha seq_aux output_router_logits".split()) | frozenset(
-    "head_dim qk_head_dim mlp_layer_types".split()
+INERT = frozenset(
+    {"ep_size", "pretraining_tp", "aux_loss_alpha", "seq_aux", "output_router_logits"}
+    | {"head_dim", "qk_head_dim"}
 )
 
 # The released spelling of the number of prediction layers, and transformers' own.
@@ -155,8 +156,7 @@ def _check_mtp(fields: dict[str, Any], sparse: list[int]) -> None:
     if fields["q_lora_rank"] is None:
         reasons.append("Megatron's MTP layer would norm what q_proj takes (q_lora_rank is null)")
     if fields["layernorm_epsilon"] != LATENT_NORM_EPS:
-        reasons.append(
-            f"rms_norm_eps={fields['layernorm_epsilon']}, which Megatron's MTP layer takes for the latents too"
-        )
+        eps = fields["layernorm_epsilon"]
+        reasons.append(f"rms_norm_eps={eps}, which Megatron's MTP layer takes for the latents too")
     if reasons:
         raise ValueError("this prediction layer is not supported: " + "; ".join(reasons))

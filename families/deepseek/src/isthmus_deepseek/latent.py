@@ -1,4 +1,4 @@
-"""Multi-head latent attention and its rotary embedding, from config.json to Megatron's MLATransformerConfig."""
+"""Latent attention and its rotary embedding, from config.json to the fields of an MLATransformerConfig."""
 
 import math
 from typing import Any
@@ -48,7 +48,7 @@ def latent_attention(hf: HFConfig) -> dict[str, Any]:
 
 
 def rotary(hf: HFConfig) -> dict[str, Any]:
-    """Megatron's fields for the rotary embedding, unscaled or yarn. ValueError: another, or a part rotated."""
+    """Megatron's fields for the rotary embedding, unscaled or yarn. ValueError: it is another."""
     found = rope(hf)
     if found.partial != 1:
         raise ValueError(
@@ -77,7 +77,9 @@ def _yarn(hf: HFConfig, found: Rope) -> dict[str, Any]:
     """
     scaling = {name: value for name, value in found.scaling.items() if value is not None}
     if unknown := sorted(scaling.keys() - _YARN):
-        raise ValueError(f"config.json: yarn's {', '.join(unknown)} is not understood (known: {sorted(_YARN)})")
+        raise ValueError(
+            f"config.json: yarn's {', '.join(unknown)} is not understood (known: {sorted(_YARN)})"
+        )
     if not scaling.get("truncate", True):
         raise ValueError(
             "config.json: yarn with truncate=False is not supported: Megatron's latent attention rounds the"

@@ -10,7 +10,7 @@ from isthmus_deepseek.spec import layer_spec
 
 @dataclass(kw_only=True)
 class DeepseekModelConfig(HostedModelConfig):
-    """A GPTModelConfig whose layers are :func:`isthmus_deepseek.spec.layer_spec`; built by GPTModelBuilder."""
+    """A GPTModelConfig whose layers are :func:`isthmus_deepseek.spec.layer_spec`."""
 
     transformer_layer_spec: Any | Callable[..., Any] | None = layer_spec
 

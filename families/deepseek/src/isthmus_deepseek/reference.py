@@ -54,7 +54,7 @@ class MultiTokenPrediction(nn.Module):
         self.model.layers = nn.ModuleDict({str(self.number): layer})
 
     def forward(self, hf: Any, next_ids: Tensor, hidden: Tensor) -> Tensor:
-        """(b, s, h) for the head, from the next tokens (b, s) and the model's final hidden states (b, s, h)."""
+        """(b, s, h) for the head, from the next tokens (b, s) and the model's hidden states (b, s, h)."""
         positions = torch.arange(next_ids.size(1), device=next_ids.device)[None]
         return self._mtp[0].forward_layer(0, hidden, positions, None, input_ids=next_ids)
 

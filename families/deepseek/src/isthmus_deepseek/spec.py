@@ -99,6 +99,6 @@ def _check(config: TransformerConfig) -> None:
         )
     if config.tensor_model_parallel_size > 1 and not config.sequence_parallel:
         raise ValueError(
-            "Megatron's latent attention does not reduce the gradient of the rotated keys over tensor-parallel"
-            " ranks when sequence_parallel is off. Turn it on"
+            "Megatron's latent attention does not reduce the gradients of the rotated keys over"
+            " tensor-parallel ranks when sequence_parallel is off. Turn it on"
         )

@@ -15,8 +15,8 @@ def published(name: str) -> dict[str, Any]:
 
 V2, V2_LITE, V3 = (published(name) for name in ("deepseek_v2", "deepseek_v2_lite", "deepseek_v3"))
 
-# What shrinks. Kept as published: the first layer without experts (V2), heads together wider than the hidden
-# state, half as many rotated dims as others, yarn with its factors, shared experts, the gates and their scale.
+# What shrinks. Kept as published: heads together wider than the hidden state, half as many rotated dims as
+# others, yarn with its factors, shared experts, the gates and their scale.
 SHRUNK = {
     "vocab_size": 160,
     "hidden_size": 64,
@@ -60,8 +60,9 @@ def tiny_v3(**overrides: Any) -> dict[str, Any]:
     return config
 
 
-# Where the usual, 0 and a size that keeps activations at 1, would not do. A spread router has no near ties. As
-# in a trained model, a layer adds little to what it was given, or each multiplies the rounding of those before.
+# Where the usual, 0 and a size that keeps activations at 1, would not do. A spread router has no near ties.
+# As in a trained model, a layer adds little to what it was given, or each multiplies the rounding of those
+# before.
 VALUES = {
     "*.embed_tokens.weight": (0.0, 0.6),
     "*norm.weight": (1.0, 0.2),
@@ -77,10 +78,12 @@ COPIES = {
 BIAS = ("*.e_score_correction_bias",)
 
 V2_VARIANTS = {
-    "default": Variant(tiny_v2(), "DeepSeek-V2 with fewer and smaller parts: 4 layers, 16 experts in 4 groups"),
+    "default": Variant(tiny_v2(), "DeepSeek-V2 with fewer and smaller parts: 4 layers, 16 experts"),
     "lite": Variant(tiny_v2_lite(), "DeepSeek-V2-Lite: no latent of queries, 8 experts, no groups"),
     "plain_rope": Variant(tiny_v2_lite(rope_scaling=None), "lite, its rotary embedding not scaled"),
-    "odd_vocab": Variant(tiny_v2(vocab_size=151), "151 vocabulary rows, which no tensor-parallel size divides"),
+    "odd_vocab": Variant(
+        tiny_v2(vocab_size=151), "151 vocabulary rows, which tensor parallelism cannot divide"
+    ),
     "fused_experts": Variant(
         tiny_v2(), "the experts of a layer in one tensor, as transformers 5 holds them", fused_experts=True
     ),
@@ -88,7 +91,9 @@ V2_VARIANTS = {
 }
 V3_VARIANTS = {
     "default": Variant(
-        tiny_v3(), "as published, with fewer and smaller parts: 4 layers, 16 experts, one MTP layer", fp32=BIAS
+        tiny_v3(),
+        "as published, with fewer and smaller parts: 16 experts, one MTP layer",
+        fp32=BIAS,
     ),
     "no_mtp": Variant(tiny_v3(), "without the MTP layer", mtp=False, fp32=BIAS),
     "bf16_bias": Variant(tiny_v3(), "the router's bias in bfloat16, as some tools save it"),
@@ -98,7 +103,7 @@ V3_VARIANTS = {
         "yarn that scales rotated rows, not only the softmax",
         fp32=BIAS,
     ),
-    "no_groups": Variant(tiny_v3(n_group=1, topk_group=1), "experts without groups, as in Kimi-K2", fp32=BIAS),
+    "no_groups": Variant(tiny_v3(n_group=1, topk_group=1), "experts without groups, like Kimi-K2", fp32=BIAS),
     "moonlight": Variant(
         tiny_v3(
             q_lora_rank=None,
@@ -119,7 +124,7 @@ V3_VARIANTS = {
         fp32=BIAS,
     ),
     "odd_vocab": Variant(
-        tiny_v3(vocab_size=151), "151 vocabulary rows, which no tensor-parallel size divides", fp32=BIAS
+        tiny_v3(vocab_size=151), "151 vocabulary rows, which tensor parallelism cannot divide", fp32=BIAS
     ),
     "fused_experts": Variant(
         tiny_v3(),

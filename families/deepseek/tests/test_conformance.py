@@ -1,0 +1,23 @@
+"""DeepSeek passes what every family must."""
+
+from typing import ClassVar
+
+from isthmus.testing.conformance import FamilyTests
+from isthmus_deepseek.family import DEEPSEEK_V2, DEEPSEEK_V3
+from isthmus_deepseek.tiny import V2, V2_LITE, V3
+
+SEQUENTIAL = {"sequential": {"moe_grouped_gemm": False}}  # Megatron's local layers have no latent attention
+
+
+class TestDeepseekV2(FamilyTests):
+    family = DEEPSEEK_V2
+    published = (V2, V2_LITE)
+    builds: ClassVar = SEQUENTIAL
+    reloaded = ("default", "lite", "fused_experts")
+
+
+class TestDeepseekV3(FamilyTests):
+    family = DEEPSEEK_V3
+    published = (V3,)
+    builds: ClassVar = SEQUENTIAL
+    reloaded = ("default", "no_mtp", "moonlight", "fused_experts")

@@ -1,0 +1,189 @@
+"""`isthmus verify` passes for DeepSeek on the supported layouts, and fails where a model is built otherwise.
+
+A mistake is made in fresh workers before the engine runs. They are symmetric or in the model: the round trip
+comes out right.
+"""
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from isthmus.bridge import AutoBridge
+from isthmus.layout import Layout
+from isthmus.names import live_tensors
+from isthmus.testing import ranks
+from isthmus.testing.tiny import write_tiny
+from isthmus.testing.verify import Request, verify
+from isthmus_deepseek.family import DEEPSEEK_V2, DEEPSEEK_V3
+
+GRADIENTS = Request(grads=True)
+FAMILIES = {"v2": DEEPSEEK_V2, "v3": DEEPSEEK_V3}
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of a tiny checkpoint by `v2 lite`, family and variant."""
+    root = tmp_path_factory.mktemp("tiny")
+
+    def folder(name: str) -> Path:
+        if not (root / name).exists():
+            family, variant = name.split()
+            write_tiny(FAMILIES[family], root / name, variant, seed=1)
+        return root / name
+
+    return folder
+
+
+def proof(folder: Path, layout: Layout, request: Request, mistake: str = "none") -> dict[str, Any]:
+    """The engine's document from workers in which `mistake` is made."""
+    layout = layout.resolved()
+    return ranks.run(layout.world_size, on_rank, folder, layout, request, mistake, timeout=120)[0]
+
+
+def on_rank(folder: Path, layout: Layout, request: Request, mistake: str) -> dict[str, Any]:
+    layout.initialize()
+    bridge = AutoBridge.from_hf_pretrained(folder)
+    MISTAKES[mistake](bridge)
+    return verify(bridge, layout, request, lambda stage: contextlib.nullcontext())
+
+
+@pytest.mark.parametrize(
+    ("layout", "name"),
+    [
+        (Layout(tp=2), "v2 default"),
+        (Layout(pp=2), "v2 lite"),
+        (Layout(cp=2), "v2 default"),
+        (Layout(), "v2 plain_rope"),
+        (Layout(ep=2), "v3 no_groups"),
+        (Layout(pp=2), "v3 default"),
+        (Layout(tp=2, ep=2), "v3 fused_experts"),
+        (Layout(tp=2, etp=2), "v3 odd_vocab"),
+        (Layout(tp=2, cp=2), "v3 default"),
+        (Layout(pp=2, vp=2), "v3 no_mtp"),
+        (Layout(pp=3, pipeline_layout="Et|tt|tmL"), "v3 default"),
+        (Layout(), "v3 mscales"),
+        (Layout(), "v3 plain_rope"),
+        (Layout(ep=2), "v3 three_of_groups"),
+        (Layout(tp=2), "v3 moonlight"),
+    ],
+    ids=str,
+)
+def test_outputs_and_gradients_are_hugging_faces_on_every_layout(
+    checkpoints: Callable[[str], Path], layout: Layout, name: str
+) -> None:
+    document = proof(checkpoints(name), layout, GRADIENTS)
+    assert document["failures"] == []
+    assert document["passed"]
+    assert document["forward"]["argmax_agreement"] == 1.0
+    predicts = name.startswith("v3") and name.split()[1] not in ("no_mtp", "three_of_groups", "moonlight")
+    assert (document["forward"]["mtp"] is not None) == predicts
+
+
+@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(cp=2)], ids=str)
+def test_packed_sequences_are_those_run_one_by_one(
+    checkpoints: Callable[[str], Path], layout: Layout
+) -> None:
+    document = proof(checkpoints("v3 default"), layout, replace(GRADIENTS, packed=True))
+    assert document["failures"] == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "match"),
+    [
+        ({"sequence_parallel": False}, "sequence_parallel"),
+        ({"transformer_impl": "local"}, "transformer_impl"),
+    ],
+)
+def test_what_loses_gradients_is_refused(
+    checkpoints: Callable[[str], Path], fields: dict[str, Any], match: str
+) -> None:
+    ranks.run(2, refused_on_rank, checkpoints("v2 lite"), fields, match, timeout=120)
+
+
+def refused_on_rank(folder: Path, fields: dict[str, Any], match: str) -> None:
+    layout = Layout(tp=2)
+    layout.initialize()
+    bridge = AutoBridge.from_hf_pretrained(folder)
+    with pytest.raises(ValueError, match=match):
+        bridge.build_model(bridge.get_model_config(**{**layout.config_overrides(), **fields}))
+
+
+def test_the_bias_of_the_router_keeps_its_bits(checkpoints: Callable[[str], Path]) -> None:
+    ranks.run(2, bias_on_rank, checkpoints("v3 default"), timeout=120)
+
+
+def bias_on_rank(folder: Path) -> None:
+    layout = Layout(ep=2, dp=2)
+    layout.initialize()
+    bridge = AutoBridge.from_hf_pretrained(folder)
+    model = bridge.build_model(bridge.get_model_config(**layout.config_overrides()))
+    bridge.load_hf_weights(model)
+    held = [live for live in live_tensors(model) if live.canonical.endswith("expert_bias")]
+    assert len(held) == 4, "three layers and the prediction layer"
+    for live in held:
+        (source,) = bridge.weight_map(model[0].module.isthmus_model_config).megatron[live.canonical].hf
+        stored = bridge.reader.slice(source.name)
+        assert stored.dtype == live.tensor.dtype == torch.float32
+        assert torch.equal(stored, live.tensor.cpu())
+        assert not torch.equal(stored, stored.bfloat16().float()), "bfloat16 would do"
+
+
+# Mistakes
+
+
+def _megatron_groups(bridge: AutoBridge) -> None:
+    """Groups by the sum of their best two, as Megatron's router has it for V2."""
+    from isthmus_deepseek import spec
+
+    spec.differs = lambda config: False
+
+
+def _norm_before_q_proj(bridge: AutoBridge) -> None:
+    """Megatron's own attention, which without a latent of queries puts a norm before q_proj."""
+    from isthmus_deepseek import spec
+
+    spec._attention = lambda config: None
+
+
+def _set(**fields: Any) -> Callable[[AutoBridge], None]:
+    """Other fields of the model config than the checkpoint's."""
+
+    def mistake(bridge: AutoBridge) -> None:
+        bridge.megatron_fields = bridge.megatron_fields | fields
+
+    return mistake
+
+
+MISTAKES: dict[str, Callable[[AutoBridge], None]] = {
+    "none": lambda bridge: None,
+    "groups": _megatron_groups,
+    "norm": _norm_before_q_proj,
+    "mscale": _set(mscale=1.0),
+    "mscale_all_dim": _set(mscale_all_dim=0.0, mscale=0.0),
+    "scaling": _set(moe_router_topk_scaling_factor=1.0),
+    "groups_off": _set(moe_router_group_topk=None, moe_router_num_groups=None),
+    "epsilon": _set(layernorm_epsilon=1e-3),
+}
+
+
+@pytest.mark.parametrize(
+    ("mistake", "name"),
+    [
+        ("groups", "v2 default"),
+        ("groups", "v3 three_of_groups"),
+        ("norm", "v2 lite"),
+        ("mscale", "v3 mscales"),
+        ("mscale_all_dim", "v2 lite"),
+        ("scaling", "v3 no_mtp"),
+        ("groups_off", "v3 no_mtp"),
+        ("epsilon", "v3 no_mtp"),
+    ],
+)
+def test_a_mistake_is_found(checkpoints: Callable[[str], Path], mistake: str, name: str) -> None:
+    document = proof(checkpoints(name), Layout(), Request(), mistake)
+    assert document["failures"], mistake
