@@ -8,6 +8,7 @@ from isthmus.weights import (
     WeightMap,
     column,
     embeddings,
+    hosted,
     ignore,
     passthrough,
     row,
@@ -17,12 +18,18 @@ from isthmus.weights import (
     swiglu,
 )
 from isthmus_deepseek.config import MTP_COUNTS, mtp_layers
+from isthmus_deepseek.heads import latent_attention
 
 
 def weights(hf: HFConfig, keys: frozenset[str], model: Any) -> WeightMap:
     """The weight map of a checkpoint with tensor names `keys`, for the Megatron model config `model`."""
     layers, dense = range(hf["num_hidden_layers"]), min(hf["first_k_dense_replace"], hf["num_hidden_layers"])
     decoder, layer = "decoder.layers.{i}", "model.layers.{i}"
+    attention = scope("self_attention", "self_attn", _attention(hf))
+    if getattr(model, "attention", "megatron") == "hosted":
+        attention = hosted(
+            "self_attention.self_attn", "self_attn", split=latent_attention(model), model=model
+        )
     stacked = any(key.endswith(".mlp.experts.gate_up_proj") for key in keys)
     mtp = f"model.layers.{len(layers)}" if model.mtp_num_layers else None
     return WeightMap(
@@ -34,7 +41,7 @@ def weights(hf: HFConfig, keys: frozenset[str], model: Any) -> WeightMap:
                 head_copies=(f"{mtp}.shared_head.head.weight",) if mtp else (),
             ),
             same("decoder.final_layernorm.weight", "model.norm.weight"),
-            *scope(decoder, layer, [*_norms(), *_attention(hf)], i=layers),
+            *scope(decoder, layer, [*_norms(), *attention], i=layers),
             *scope(decoder, layer, swiglu("mlp", "mlp", hf["intermediate_size"]), i=layers[:dense]),
             *scope(decoder, layer, _moe(hf, stacked), i=layers[dense:]),
             ignore("model.layers.{i}.self_attn.rotary_emb.inv_freq", because="recomputed from the config"),
@@ -63,14 +70,13 @@ def _attention(hf: HFConfig) -> list[Rule]:
         same("q_layernorm.weight", "q_a_layernorm.weight"),
         column("linear_q_up_proj.weight", "q_b_proj.weight"),
     ]
-    rules = [
+    return [
         *(direct if hf["q_lora_rank"] is None else latent),
         same("linear_kv_down_proj.weight", "kv_a_proj_with_mqa.weight"),
         same("kv_layernorm.weight", "kv_a_layernorm.weight"),
         column("linear_kv_up_proj.weight", "kv_b_proj.weight"),
         row("linear_proj.weight", "o_proj.weight"),
     ]
-    return scope("self_attention", "self_attn", rules)
 
 
 def _moe(hf: HFConfig, stacked: bool) -> list[Rule]:
@@ -88,7 +94,8 @@ def _moe(hf: HFConfig, stacked: bool) -> list[Rule]:
 
 def _mtp(hf: HFConfig, layer: str, stacked: bool) -> list[Rule]:
     """The prediction layer, which the files hold as one more decoder layer."""
-    block, rules = "mtp.layers.0", [*_norms(), *_attention(hf), *_moe(hf, stacked)]
+    attention = scope("self_attention", "self_attn", _attention(hf))
+    block, rules = "mtp.layers.0", [*_norms(), *attention, *_moe(hf, stacked)]
     return [
         same(f"{block}.enorm.weight", f"{layer}.enorm.weight"),
         same(f"{block}.hnorm.weight", f"{layer}.hnorm.weight"),

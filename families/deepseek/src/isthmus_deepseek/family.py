@@ -5,6 +5,7 @@ from dataclasses import replace
 from isthmus.family import Family
 from isthmus_deepseek.bridge import weights
 from isthmus_deepseek.config import megatron_config
+from isthmus_deepseek.layout import problems
 from isthmus_deepseek.tiny import TINY_V2, TINY_V3
 
 DEEPSEEK_V2 = Family(
@@ -14,6 +15,7 @@ DEEPSEEK_V2 = Family(
     weights=weights,
     axes=frozenset({"tp", "sp", "pp", "vp", "ep", "etp", "cp", "dp"}),
     config_class="isthmus_deepseek.model_config:DeepseekModelConfig",
+    problems=problems,
     tiny=TINY_V2,
 )
 DEEPSEEK_V3 = replace(

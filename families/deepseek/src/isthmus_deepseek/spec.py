@@ -15,8 +15,11 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from isthmus.hosting import spec
+from isthmus_deepseek.attention import HostedAttention
 from isthmus_deepseek.latent import LATENT_NORM_EPS
 from isthmus_deepseek.router import GroupLimitedRouter, differs
+
+ATTENTIONS = ("megatron", "hosted")
 
 
 @spec.layer_spec
@@ -26,11 +29,46 @@ def layer_spec(
     """The decoder layers of this pipeline stage, called as (model_config, vp_stage) or (args, config,
     vp_stage).
 
+    Of the first argument, `attention` chooses the module; see DeepseekModelConfig.
+
     ValueError: tensor parallelism without sequence parallelism, or layers of another kind than Transformer
     Engine's.
     """
-    _check(config)
-    block = spec.decoder_block(config, vp_stage, [_attention(config)] * config.num_layers)
+    return _block(model_config, config, vp_stage, getattr(model_config, "attention", "megatron"))
+
+
+@spec.layer_spec
+def hosted_v2_layer_spec(
+    model_config: Any, config: TransformerConfig, vp_stage: int | None
+) -> TransformerBlockSubmodules:
+    """`layer_spec` with HF's DeepSeek-V2 attention, for `--spec`."""
+    return _block(model_config, config, vp_stage, "hosted", "deepseek_v2")
+
+
+@spec.layer_spec
+def hosted_v3_layer_spec(
+    model_config: Any, config: TransformerConfig, vp_stage: int | None
+) -> TransformerBlockSubmodules:
+    """`layer_spec` with HF's DeepSeek-V3 attention, for `--spec`."""
+    return _block(model_config, config, vp_stage, "hosted", "deepseek_v3")
+
+
+def _block(
+    model_config: Any,
+    config: Any,
+    vp_stage: int | None,
+    attention: str,
+    architecture: str | None = None,
+) -> TransformerBlockSubmodules:
+    if attention not in ATTENTIONS:
+        raise ValueError(f"attention must be one of {ATTENTIONS}, got {attention!r}")
+    _check(config, attention)
+    mixer = _attention(config)
+    if attention == "hosted":
+        architecture = architecture or model_config.architecture
+        params = {"architecture": architecture, "rotary_base": config.rotary_base}
+        mixer = ModuleSpec(module=HostedAttention, params=params | spec.hosting(model_config))
+    block = spec.decoder_block(config, vp_stage, [mixer] * config.num_layers)
     if not differs(config):
         return block
     return replace(block, layer_specs=[_with_router(layer) for layer in block.layer_specs or []])
@@ -91,13 +129,14 @@ def _with_router(layer: ModuleSpec) -> ModuleSpec:
     return replace(layer, submodules=replace(submodules, mlp=mlp))
 
 
-def _check(config: TransformerConfig) -> None:
+def _check(config: TransformerConfig, attention: str) -> None:
     if config.transformer_impl != "transformer_engine":
         raise ValueError(
             f"transformer_impl={config.transformer_impl!r} has no latent attention that trains right: use"
             " 'transformer_engine', on a CPU with isthmus.cpu"
         )
-    if config.tensor_model_parallel_size > 1 and not config.sequence_parallel:
+    native = attention == "megatron" or config.mtp_num_layers  # the MTP layer's attention is Megatron's
+    if native and config.tensor_model_parallel_size > 1 and not config.sequence_parallel:
         raise ValueError(
             "Megatron's latent attention does not reduce the gradients of the rotated keys over"
             " tensor-parallel ranks when sequence_parallel is off. Turn it on"
