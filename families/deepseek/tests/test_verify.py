@@ -93,6 +93,26 @@ def test_packed_sequences_are_those_run_one_by_one(
 
 
 @pytest.mark.parametrize(
+    ("layout", "name", "packed", "overrides"),
+    [
+        (Layout(), "v2 default", False, {}),
+        (Layout(tp=2), "v2 lite", False, {}),
+        (Layout(tp=2, cp=2), "v3 mscales", True, {}),
+        (Layout(cp=2), "v3 no_mtp", False, {"cp_layout": "contiguous"}),
+        (Layout(tp=2), "v3 moonlight", False, {"hosted_mode": "replicated"}),
+    ],
+    ids=str,
+)
+def test_hugging_faces_own_attention_is_hosted(
+    checkpoints: Callable[[str], Path], layout: Layout, name: str, packed: bool, overrides: dict[str, Any]
+) -> None:
+    overrides = {"attention": "hosted", **overrides}
+    document = proof(checkpoints(name), layout, replace(GRADIENTS, packed=packed, overrides=overrides))
+    assert document["failures"] == []
+    assert document["passed"]
+
+
+@pytest.mark.parametrize(
     ("fields", "match"),
     [
         ({"sequence_parallel": False}, "sequence_parallel"),

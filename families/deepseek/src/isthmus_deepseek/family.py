@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from isthmus.family import Family
+from isthmus_deepseek import v4
 from isthmus_deepseek.bridge import weights
 from isthmus_deepseek.config import megatron_config
 from isthmus_deepseek.layout import problems
@@ -24,4 +25,12 @@ DEEPSEEK_V3 = replace(
     model_types=("deepseek_v3",),
     tiny=TINY_V3,
     mtp_reference="isthmus_deepseek.reference:multi_token_prediction",
+)
+DEEPSEEK_V4 = Family(
+    name="deepseek_v4",
+    model_types=("deepseek_v4",),
+    model_config=v4.refuse,
+    weights=v4.refuse,
+    axes=frozenset(),
+    config_class=DEEPSEEK_V3.config_class,
 )
