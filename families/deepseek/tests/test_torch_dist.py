@@ -1,0 +1,56 @@
+"""HF -> Megatron's torch_dist checkpoint -> HF, over a change of layout."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from isthmus import launch
+from isthmus.checkpoint.compare import compare
+from isthmus.checkpoint.reader import CheckpointReader
+from isthmus.family import Family
+from isthmus.layout import Layout
+from isthmus.testing import ranks
+from isthmus.testing.tiny import write_tiny
+from isthmus_deepseek.family import DEEPSEEK_V2, DEEPSEEK_V3
+
+launch.preload("transformers.modeling_utils")
+
+
+def import_(hf: Path, layout: Layout, megatron: Path, fields: dict[str, Any]) -> None:
+    from isthmus.bridge import AutoBridge
+
+    layout.initialize()
+    bridge = AutoBridge.from_hf_pretrained(hf)
+    model = bridge.build_model(bridge.get_model_config(**layout.config_overrides(), **fields))
+    bridge.import_ckpt(megatron, model)
+
+
+def export(megatron: Path, layout: Layout, out: Path) -> None:
+    from isthmus.bridge import AutoBridge
+
+    layout.initialize()
+    AutoBridge.from_megatron(megatron).export_ckpt(megatron, out)
+
+
+@pytest.mark.parametrize(
+    ("family", "variant", "fields"),
+    [
+        (DEEPSEEK_V2, "lite", {}),
+        (DEEPSEEK_V3, "default", {}),
+        (DEEPSEEK_V3, "moonlight", {}),
+        (DEEPSEEK_V3, "default", {"attention": "hosted"}),
+    ],
+    ids=["v2-lite", "v3", "v3-moonlight", "v3-hosted"],
+)
+def test_another_layout_exports_what_one_imported(
+    tmp_path: Path, family: Family, variant: str, fields: dict[str, Any]
+) -> None:
+    write_tiny(family, tmp_path / "hf", variant)
+    wide, deep = Layout(tp=2, ep=2), Layout(pp=2)
+    ranks.run(2, import_, tmp_path / "hf", wide, tmp_path / "megatron", fields, timeout=120)
+    ranks.run(2, export, tmp_path / "megatron", deep, tmp_path / "out", timeout=120)
+    with CheckpointReader(tmp_path / "hf") as before, CheckpointReader(tmp_path / "out") as after:
+        outcome = compare(before, after)
+        assert outcome.equal == len(before.tensors)
+        assert not outcome.added
