@@ -36,4 +36,4 @@ def test_plan_says_why_not(folder: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 def test_no_model_config_is_made(folder: Path) -> None:
     with pytest.raises(ValueError, match="DeepSeek-V4 cannot be converted"):
-        AutoBridge.from_hf_pretrained(folder).get_model_config()
+        _ = AutoBridge.from_hf_pretrained(folder).megatron_fields

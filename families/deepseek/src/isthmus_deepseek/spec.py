@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from megatron.core.models.backends import BackendSpecProvider
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -100,7 +99,7 @@ def _attention(config: Any) -> ModuleSpec | None:
     """The latent attention; None where Megatron's own is HF's."""
     if config.q_lora_rank is not None and config.layernorm_epsilon == LATENT_NORM_EPS:
         return None
-    backend: BackendSpecProvider = spec.layer_backend(config)
+    backend: Any = spec.layer_backend(config)  # its `linear` is not in the base class
     norm = partial(LatentNorm, norm=backend.layer_norm(rms_norm=True, for_qk=True))
     return ModuleSpec(
         module=LatentAttention,
