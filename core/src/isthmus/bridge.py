@@ -135,7 +135,9 @@ class AutoBridge:
 
         module, _, name = self.family.config_class.partition(":")
         config_class = getattr(importlib.import_module(module), name)
-        kind = MLATransformerConfig if self.megatron_fields.get("multi_latent_attention") else TransformerConfig
+        kind = (
+            MLATransformerConfig if self.megatron_fields.get("multi_latent_attention") else TransformerConfig
+        )
         of_model = {field.name for field in dataclasses.fields(config_class) if field.init}
         of_transformer = {field.name for field in dataclasses.fields(kind) if field.init}
         overrides = with_dtypes(overrides)

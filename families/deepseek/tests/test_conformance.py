@@ -16,11 +16,9 @@ class TestDeepseekV2(FamilyTests):
     family = DEEPSEEK_V2
     published = (V2, V2_LITE)
     builds: ClassVar = BUILDS
-    reloaded = ("default", "lite", "fused_experts")
 
 
 class TestDeepseekV3(FamilyTests):
     family = DEEPSEEK_V3
     published = (V3,)
     builds: ClassVar = BUILDS
-    reloaded = ("default", "no_mtp", "moonlight", "fused_experts")

@@ -17,6 +17,13 @@ INERT = frozenset(
 # The released spelling of the number of prediction layers, and transformers' own.
 MTP_COUNTS = ("num_nextn_predict_layers", "num_mtp_layers")
 
+# Which transformers takes to be null, too, where the file has null.
+NEEDED = (
+    *("first_k_dense_replace", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+    *("n_routed_experts", "n_shared_experts", "num_experts_per_tok", "moe_intermediate_size"),
+    *("routed_scaling_factor", "num_key_value_heads"),
+)
+
 
 def megatron_config(hf: HFConfig, keys: frozenset[str]) -> dict[str, Any]:
     """Fields of GPTModelConfig and MLATransformerConfig that compute what Hugging Face's DeepSeek computes.
@@ -28,6 +35,8 @@ def megatron_config(hf: HFConfig, keys: frozenset[str]) -> dict[str, Any]:
         ValueError: the config contradicts itself or the checkpoint, has keys nobody understands, or asks for
             arithmetic that Megatron does not have.
     """
+    if absent := [name for name in NEEDED if hf[name] is None]:
+        raise ValueError(f"config.json: no {', '.join(absent)}. Add the values used in training")
     fields = decoder_config(hf, rotary(hf))
     if not fields["share_embeddings_and_output_weights"] and keys and "lm_head.weight" not in keys:
         raise ValueError(

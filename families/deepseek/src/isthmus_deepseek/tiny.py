@@ -78,14 +78,21 @@ COPIES = {
 BIAS = ("*.e_score_correction_bias",)
 
 V2_VARIANTS = {
-    "default": Variant(tiny_v2(), "DeepSeek-V2 with fewer and smaller parts: 4 layers, 16 experts"),
-    "lite": Variant(tiny_v2_lite(), "DeepSeek-V2-Lite: no latent of queries, 8 experts, no groups"),
+    "default": Variant(
+        tiny_v2(), "DeepSeek-V2 with fewer and smaller parts: 4 layers, 16 experts", reloaded=True
+    ),
+    "lite": Variant(
+        tiny_v2_lite(), "DeepSeek-V2-Lite: no latent of queries, 8 experts, no groups", reloaded=True
+    ),
     "plain_rope": Variant(tiny_v2_lite(rope_scaling=None), "lite, its rotary embedding not scaled"),
     "odd_vocab": Variant(
         tiny_v2(vocab_size=151), "151 vocabulary rows, which tensor parallelism cannot divide"
     ),
     "fused_experts": Variant(
-        tiny_v2(), "the experts of a layer in one tensor, as transformers 5 holds them", fused_experts=True
+        tiny_v2(),
+        "the experts of a layer in one tensor, as transformers 5 holds them",
+        fused_experts=True,
+        reloaded=True,
     ),
     "sharded": Variant(tiny_v2_lite(), "three safetensors files and an index", shards=3),
 }
@@ -94,6 +101,7 @@ V3_VARIANTS = {
         tiny_v3(),
         "as published, with fewer and smaller parts: 16 experts, one MTP layer",
         fp32=BIAS,
+        reloaded=True,
     ),
     "no_mtp": Variant(tiny_v3(), "without the MTP layer", mtp=False, fp32=BIAS),
     "bf16_bias": Variant(tiny_v3(), "the router's bias in bfloat16, as some tools save it"),
@@ -116,6 +124,7 @@ V3_VARIANTS = {
         "as Moonlight: no latent of queries, another epsilon for the norms of the hidden state",
         mtp=False,
         fp32=BIAS,
+        reloaded=True,
     ),
     "three_of_groups": Variant(
         tiny_v3(num_experts_per_tok=3, num_nextn_predict_layers=0),
