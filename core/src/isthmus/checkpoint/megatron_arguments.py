@@ -1,6 +1,7 @@
 """A model as arguments of Megatron's own training script, so that an import starts a run as it is."""
 
 import argparse
+import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -32,7 +33,7 @@ def arguments(fields: Mapping[str, Any], spec: Any = None) -> list[str]:
     Parallel sizes, data, optimizer and sequence length are left to the run. `spec` is the layer spec's
     function, for `--spec`. ValueError lists fields that no argument can express.
     """
-    actions = _actions()
+    actions, defaults = _actions(), _defaults()
     found = _implied(fields)
     if spec is not None:
         found += ["--spec", spec.__module__, spec.__name__]
@@ -41,6 +42,8 @@ def arguments(fields: Mapping[str, Any], spec: Any = None) -> list[str]:
         if name in IMPLIED:
             continue
         action = actions.get(RENAMED.get(name, name))
+        if action is None and name in defaults and defaults[name] == value:
+            continue  # a script has no other value for it
         if action is None:
             unknown.append(f"{name}={value!r}")
         elif value != action.default:
@@ -105,6 +108,13 @@ def _argument(action: argparse.Action, value: Any) -> list[str]:
 
 def _actions() -> dict[str, argparse.Action]:
     return {action.dest: action for action in _parser()._actions if action.option_strings}
+
+
+def _defaults() -> dict[str, Any]:
+    """Megatron's own value of every field that has one."""
+    from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+    return {field.name: field.default for field in dataclasses.fields(MLATransformerConfig)}
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -18,13 +18,6 @@ STEMS = {"deepseek_v2": "DeepseekV2", "deepseek_v3": "DeepseekV3"}
 class HostedAttention(attention.HostedAttention):
     """transformers' own attention of a DeepSeek as a layer's self_attention; its input norm stays outside."""
 
-    def __init__(self, config: TransformerConfig, *args: Any, architecture: str, **kwargs: Any):
-        """See HostedModule; `architecture` is the model_type of the checkpoint."""
-        if architecture not in STEMS:
-            raise ValueError(f"architecture must be one of {sorted(STEMS)}, got {architecture!r}")
-        self.architecture = architecture
-        super().__init__(config, *args, **kwargs)
-
     def heads(self, config: TransformerConfig) -> Heads:
         """Heads of queries, keys and values; what makes the latents is whole."""
         return latent_attention(config)
@@ -38,8 +31,9 @@ class HostedAttention(attention.HostedAttention):
         return self._hf_class("RotaryEmbedding")(self._hf_config(config))
 
     def _hf_class(self, name: str) -> Any:
-        modeling = import_modeling(f"transformers.models.{self.architecture}.modeling_{self.architecture}")
-        return getattr(modeling, STEMS[self.architecture] + name)
+        architecture = architecture_of(self.config)
+        modeling = import_modeling(f"transformers.models.{architecture}.modeling_{architecture}")
+        return getattr(modeling, STEMS[architecture] + name)
 
     def _hf_config(self, config: Any) -> Any:
         """HF's config of the attention alone, of the heads that `config` has."""
@@ -59,6 +53,11 @@ class HostedAttention(attention.HostedAttention):
         )
         hf._attn_implementation = self.implementation
         return hf
+
+
+def architecture_of(config: Any) -> str:
+    """The model_type whose modules compute what `config` describes: V2's router is a softmax."""
+    return "deepseek_v2" if config.moe_router_score_function == "softmax" else "deepseek_v3"
 
 
 def _rope_parameters(config: Any) -> dict[str, Any]:

@@ -54,7 +54,6 @@ def megatron_config(hf: HFConfig, keys: frozenset[str]) -> dict[str, Any]:
     if any(sparse):
         fields |= {"moe_layer_freq": sparse, **_moe(hf)}
     fields |= {
-        "architecture": hf.model_type,
         "mtp_num_layers": _mtp_layers(hf, keys, layers),
         "hetereogenous_dist_checkpoint": True,  # (Megatron's spelling) layers differ in kind
     }

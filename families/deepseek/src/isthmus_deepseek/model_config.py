@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from isthmus.hosting.model_config import HostedModelConfig
-from isthmus_deepseek.spec import hosted_v2_layer_spec, hosted_v3_layer_spec, layer_spec
+from isthmus_deepseek.spec import hosted_layer_spec, layer_spec
 
 
 @dataclass(kw_only=True)
@@ -13,20 +13,16 @@ class DeepseekModelConfig(HostedModelConfig):
     """A GPTModelConfig whose layers are :func:`isthmus_deepseek.spec.layer_spec`.
 
     Attributes:
-        architecture: the checkpoint's model_type, whose classes in transformers are hosted.
         attention: of the decoder's layers, "megatron" or "hosted"; the MTP layer's is Megatron's.
     """
 
     transformer_layer_spec: Any | Callable[..., Any] | None = layer_spec
-    architecture: str = "deepseek_v3"
     attention: str = "megatron"
 
     @property
     def spec_argument(self) -> Callable[..., Any]:
         """The layer spec that stands for this config on Megatron's command line (`--spec`)."""
-        if self.attention != "hosted":
-            return layer_spec
-        return hosted_v2_layer_spec if self.architecture == "deepseek_v2" else hosted_v3_layer_spec
+        return hosted_layer_spec if self.attention == "hosted" else layer_spec
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -37,19 +37,11 @@ def layer_spec(
 
 
 @spec.layer_spec
-def hosted_v2_layer_spec(
+def hosted_layer_spec(
     model_config: Any, config: TransformerConfig, vp_stage: int | None
 ) -> TransformerBlockSubmodules:
-    """`layer_spec` with HF's DeepSeek-V2 attention, for `--spec`."""
-    return _block(model_config, config, vp_stage, "hosted", "deepseek_v2")
-
-
-@spec.layer_spec
-def hosted_v3_layer_spec(
-    model_config: Any, config: TransformerConfig, vp_stage: int | None
-) -> TransformerBlockSubmodules:
-    """`layer_spec` with HF's DeepSeek-V3 attention, for `--spec`."""
-    return _block(model_config, config, vp_stage, "hosted", "deepseek_v3")
+    """`layer_spec` with HF's attention, for `--spec`: Megatron's arguments have no `attention`."""
+    return _block(model_config, config, vp_stage, "hosted")
 
 
 def _block(
@@ -57,16 +49,14 @@ def _block(
     config: Any,
     vp_stage: int | None,
     attention: str,
-    architecture: str | None = None,
 ) -> TransformerBlockSubmodules:
     if attention not in ATTENTIONS:
         raise ValueError(f"attention must be one of {ATTENTIONS}, got {attention!r}")
     _check(config, attention)
     mixer = _attention(config)
     if attention == "hosted":
-        architecture = architecture or model_config.architecture
-        params = {"architecture": architecture, "rotary_base": config.rotary_base}
-        mixer = ModuleSpec(module=HostedAttention, params=params | spec.hosting(model_config))
+        params = {"rotary_base": config.rotary_base, **spec.hosting(model_config)}
+        mixer = ModuleSpec(module=HostedAttention, params=params)
     block = spec.decoder_block(config, vp_stage, [mixer] * config.num_layers)
     if not differs(config):
         return block

@@ -29,33 +29,27 @@ SHRUNK = {
     "v_head_dim": 16,
     "intermediate_size": 160,
     "moe_intermediate_size": 32,
-    "max_position_embeddings": 320,
     "bos_token_id": 0,
     "eos_token_id": 1,
 }
-# Positions 8 and on are beyond what the yarn of this rope was made for.
-YARN = {"factor": 40, "original_max_position_embeddings": 8, "beta_fast": 32, "beta_slow": 1, "type": "yarn"}
 
 
 def tiny_v2(**overrides: Any) -> dict[str, Any]:
     """A small DeepSeek-V2: latent queries, 4 groups of 4 experts, of which 2 are chosen for 4 experts."""
     routing = {"n_routed_experts": 16, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2}
-    rope = {"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}}
-    return V2 | SHRUNK | routing | rope | {"q_lora_rank": 48} | overrides
+    return V2 | SHRUNK | routing | {"q_lora_rank": 48} | overrides
 
 
 def tiny_v2_lite(**overrides: Any) -> dict[str, Any]:
     """A small DeepSeek-V2-Lite: queries without a latent, the best 3 of 8 experts."""
     routing = {"n_routed_experts": 8, "num_experts_per_tok": 3}
-    rope = {"rope_scaling": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707}}
-    return V2_LITE | SHRUNK | routing | rope | overrides
+    return V2_LITE | SHRUNK | routing | overrides
 
 
 def tiny_v3(**overrides: Any) -> dict[str, Any]:
     """A small DeepSeek-V3 in bfloat16: V2's shape, V3's gate, one layer without experts, one MTP layer."""
     routing = {"n_routed_experts": 16, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2}
-    rope = {"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}}
-    config = V3 | SHRUNK | routing | rope | {"q_lora_rank": 48, "first_k_dense_replace": 1} | overrides
+    config = V3 | SHRUNK | routing | {"q_lora_rank": 48, "first_k_dense_replace": 1} | overrides
     del config["quantization_config"]
     return config
 
@@ -107,7 +101,7 @@ V3_VARIANTS = {
     "bf16_bias": Variant(tiny_v3(), "the router's bias in bfloat16, as some tools save it"),
     "plain_rope": Variant(tiny_v3(rope_scaling=None), "the rotary embedding not scaled", fp32=BIAS),
     "mscales": Variant(
-        tiny_v3(rope_scaling=YARN | {"mscale": 0.8, "mscale_all_dim": 0.5}),
+        tiny_v3(rope_scaling=V3["rope_scaling"] | {"mscale": 0.8, "mscale_all_dim": 0.5}),
         "yarn that scales rotated rows, not only the softmax",
         fp32=BIAS,
     ),
