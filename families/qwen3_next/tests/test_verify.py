@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from isthmus import cli
 from isthmus.bridge import AutoBridge
@@ -221,6 +222,11 @@ def remove_a_rule(bridge: AutoBridge) -> None:
 # Mistakes in the model and its arithmetic.
 
 
+def take_norms_as_centred_at_one(bridge: AutoBridge) -> None:
+    """The family says that norms multiply by their weight, where HF adds one to it."""
+    bridge.megatron_fields = {**bridge.megatron_fields, "layernorm_zero_centered_gamma": False}
+
+
 def edit_model(bridge: AutoBridge, edit: Callable[[list[Any]], None], method: str = "build_model") -> None:
     """`edit` the chunks after the bridge's `method`."""
     original = getattr(bridge, method)
@@ -317,6 +323,7 @@ MISTAKES: dict[str, Callable[[AutoBridge], None]] = {
     "an expert shifted": shift_an_expert,
     "a rule removed": remove_a_rule,
     "MTP halves swapped": swap_the_halves_of_the_prediction_input,
+    "norms centred at one": take_norms_as_centred_at_one,
     "A_log rounded": round_a_log,
     "A_log off the source": a_value_that_rounds_to_the_source,
     "input gradient summed": sum_where_a_slice_is_due,
@@ -346,8 +353,7 @@ def test_the_forward_pass_shows_what_the_round_trip_cancels(
 
 
 def test_a_norm_off_by_one_is_seen_in_the_first_layer(checkpoints: Callable[[str], Path]) -> None:
-    request = Request(overrides={"layernorm_zero_centered_gamma": False})
-    document = proof(checkpoints("default"), Layout(), request)
+    document = proof(checkpoints("default"), Layout(), Request(), "norms centred at one")
     assert document["roundtrip"]["bitwise_equal"]
     assert not document["passed"]
     assert document["forward"]["first_diverging_layer"] == 0
@@ -481,13 +487,16 @@ def test_sections_that_were_not_asked_for_are_null(
 
 @ranks.cpu_only
 def test_a_failed_check_is_exit_code_1_and_says_which(
-    checkpoints: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+    checkpoints: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["verify", str(checkpoints("no_mtp")), "--set", "layernorm_zero_centered_gamma=false"]
-    assert cli.main(words) == 1
+    shutil.copytree(checkpoints("no_mtp"), tmp_path / "hf")
+    weights = load_file(tmp_path / "hf" / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
+    assert cli.main(["verify", str(tmp_path / "hf")]) == 1
     printed = capsys.readouterr().out
     assert "FAILED" in printed
-    assert "layernorm_zero_centered_gamma: True by the checkpoint's config.json, False of" in printed
+    assert "missing from the checkpoint (1): model.norm.weight" in printed
 
 
 @ranks.cpu_only
@@ -497,6 +506,7 @@ def test_a_failed_check_is_exit_code_1_and_says_which(
         (["--tp", "2", "--tokens", "33"], "cannot divide rows of 33 tokens over tp=2"),
         (["--packed", "--tokens", "4"], "cannot pack sequences of 4 tokens"),
         (["--set", "no_such_field=1"], "no_such_field"),
+        (["--set", "layernorm_zero_centered_gamma=false"], "layernorm_zero_centered_gamma: True by the"),
         (["--set", "delta_net"], "expected FIELD=VALUE"),
         (["--cp", "2", "--tokens", "30"], "cannot divide rows of 30 tokens over tp=1 and cp=2"),
         (["--cp", "8", "--tokens", "32"], "cannot divide 4 delta-net key heads over tp x cp = 1 x 8"),
