@@ -38,8 +38,8 @@ def import_warm(folder: str, layout: dict[str, int], repeats: int) -> dict[str, 
     return in_turn({"reference": plain, "isthmus": load}, repeats, load.prepare)
 
 
-def import_quantised(folder: str, layout: dict[str, int], repeats: int, quantised: str) -> dict[str, Any]:
-    """The same model from FP8 files against from bf16 files, both in the page cache."""
+def load_quantised(folder: str, layout: dict[str, int], repeats: int, quantised: str) -> dict[str, Any]:
+    """The same model loaded from FP8 files against from bf16 files, both in the page cache."""
     model = _model(folder, layout)
     plain, codes = _Load(folder, model), _Load(quantised, model)
 
@@ -48,6 +48,25 @@ def import_quantised(folder: str, layout: dict[str, int], repeats: int, quantise
         codes.prepare()
 
     return in_turn({"reference": plain, "isthmus": codes}, repeats, prepare)
+
+
+def import_quantised(
+    folder: str, layout: dict[str, int], repeats: int, quantised: str, out: str
+) -> dict[str, Any]:
+    """The whole import, to the Megatron folder's rename, from FP8 files against from bf16 files."""
+    model = _model(folder, layout)
+
+    def imported(source: str) -> None:
+        AutoBridge.from_hf_pretrained(source).import_ckpt(out, model)
+
+    def clean() -> None:
+        shutil.rmtree(out, ignore_errors=True)
+        os.sync()
+
+    runs = {"reference": lambda: imported(folder), "isthmus": lambda: imported(quantised)}
+    seconds = in_turn(runs, repeats, clean)
+    clean()
+    return seconds
 
 
 def import_cold(folder: str, layout: dict[str, int], repeats: int) -> dict[str, Any]:

@@ -40,9 +40,10 @@ class Rate:
 
     def measure(self, folder: str, scratch: Path, repeats: int) -> dict[str, Any]:
         """The row of this rate, with all its seconds."""
-        out = {"out": str(scratch / "export")} if self.function == "export" else {}
-        if self.function == "import_quantised":
-            out = {"quantised": str(scratch / "quantised")}
+        writes = self.function in ("export", "import_quantised")
+        out = {"out": str(scratch / "export")} if writes else {}
+        if self.function.endswith("quantised"):
+            out["quantised"] = str(scratch / "quantised")
             if not (scratch / "quantised").exists():
                 run(1, "checkpoint:quantise", folder, out["quantised"], timeout=3600)
         # The first rank sees all others finish before it stops its clock.
@@ -62,9 +63,8 @@ class Rate:
 RATES = [
     Rate("import, cached files", "import_warm", "1 rank", 0.5, "`get_tensor` + `copy_` into tensors"),
     Rate("import, cold files", "import_cold", "1 rank", 0.8, "reading the files, cold"),
-    Rate(
-        "import, FP8 files, cached", "import_quantised", "1 rank", 1 / 1.5, "the import of bf16 files, cached"
-    ),
+    Rate("whole import, FP8 files", "import_quantised", "1 rank", 1 / 1.5, "the same from bf16 files"),
+    Rate("loading, FP8 files, cached", "load_quantised", "1 rank", 1 / 5, "the same from bf16 files, cached"),
     Rate("export", "export", "1 rank", 0.8, "`save_file` of the same tensors"),
     Rate("export", "export", "tp2", 0.8, "`save_file` of all tensors by one process"),
     Rate("export", "export", "ep2", 0.8, "`save_file` of all tensors by one process"),
