@@ -265,7 +265,9 @@ def test_each_tensor_keeps_the_sources_dtype(checkpoint: Callable[[str], Path], 
 
 
 def test_a_dtype_that_is_none_is_refused(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="dtype must be source, float32, bfloat16 or float16, got 'fp8'"):
+    with pytest.raises(
+        ValueError, match="dtype must be auto, source, float32, bfloat16 or float16, got 'fp8'"
+    ):
         ranks.run(1, saved, checkpoint("default"), Layout(), tmp_path / "out", {"dtype": "fp8"}, timeout=120)
 
 

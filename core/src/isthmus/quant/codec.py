@@ -14,17 +14,17 @@ from torch import Tensor
 
 from isthmus.quant.blocks import Block, apply_, extremes
 
-CHUNK = 1 << 17  # values at a time: what is between codes and result stays in a core's own cache
+CHUNK = 1 << 19  # values at a time: what is between codes and result stays in a core's cache
 CODES = "codes"
 _own = threading.local()
 
 
 def scratch(dtype: torch.dtype, rows: int, cols: int) -> Tensor:
     """This thread's one tensor of a dtype, as (rows, cols): new memory costs more than what is done in it."""
-    kept: Tensor | None = getattr(_own, str(dtype), None)
+    tensors: dict[torch.dtype, Tensor] = _own.__dict__
+    kept = tensors.get(dtype)
     if kept is None or kept.numel() < rows * cols:
-        kept = torch.empty(max(CHUNK, rows * cols), dtype=dtype)
-        setattr(_own, str(dtype), kept)
+        kept = tensors[dtype] = torch.empty(max(CHUNK, rows * cols), dtype=dtype)
     return kept[: rows * cols].view(rows, cols)
 
 
