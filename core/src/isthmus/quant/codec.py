@@ -16,15 +16,23 @@ from isthmus.quant.blocks import Block, apply_, extremes
 
 CHUNK = 1 << 19  # values at a time: what is between codes and result stays in a core's cache
 CODES = "codes"
-_own = threading.local()
+
+
+class _Own(threading.local):
+    """What each thread has for itself."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[torch.dtype, Tensor] = {}
+
+
+_own = _Own()
 
 
 def scratch(dtype: torch.dtype, rows: int, cols: int) -> Tensor:
     """This thread's one tensor of a dtype, as (rows, cols): new memory costs more than what is done in it."""
-    tensors: dict[torch.dtype, Tensor] = _own.__dict__
-    kept = tensors.get(dtype)
+    kept = _own.tensors.get(dtype)
     if kept is None or kept.numel() < rows * cols:
-        kept = tensors[dtype] = torch.empty(max(CHUNK, rows * cols), dtype=dtype)
+        kept = _own.tensors[dtype] = torch.empty(max(CHUNK, rows * cols), dtype=dtype)
     return kept[: rows * cols].view(rows, cols)
 
 
