@@ -9,7 +9,7 @@ import torch
 from isthmus.config import HFConfig
 from isthmus.testing.ranks import run
 from isthmus_deepseek.config import megatron_config
-from isthmus_deepseek.tiny import V2, V2_LITE, V3, tiny_v2, tiny_v3
+from isthmus_deepseek.tiny import V2, V2_LITE, V3, V32, tiny_v2, tiny_v3, tiny_v32
 
 NONE = frozenset[str]()
 YARN = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 8}
@@ -135,6 +135,8 @@ def megatron_factors(scalings: list[list[float]]) -> list[float]:
         (tiny_v3(rope_scaling=YARN | {"surprise": 1}), "yarn's surprise"),
         (tiny_v3(rope_scaling={"type": "linear", "factor": 4}), "linear"),
         (tiny_v3(surprise=1), "surprise"),
+        (tiny_v32(indexer_rope_interleave=True), "indexer_rope_interleave"),
+        (tiny_v32(layer_types=["full_attention"] * 4), "layer_types"),
         (tiny_v2(norm_topk_prob=True), "norm_topk_prob=True"),
         (tiny_v2(topk_method="noaux_tc"), "topk_method='noaux_tc'"),
     ],
@@ -155,7 +157,20 @@ def test_the_files_decide_whether_there_is_a_prediction_layer() -> None:
         fields(tiny_v3(), decoder | {"model.layers.5.enorm.weight"})
 
 
-@pytest.mark.parametrize("config", [tiny_v2(), tiny_v3()], ids=["v2", "v3"])
+def test_v32s_prediction_layer_is_copied() -> None:
+    from types import SimpleNamespace
+
+    from isthmus_deepseek.bridge import weights
+
+    keys = frozenset({"lm_head.weight", "model.layers.61.enorm.weight"})
+    found = fields(V32, keys)
+    assert found["mtp_num_layers"] is None
+    coverage = weights(HFConfig(V32), keys, SimpleNamespace(**found)).cover(keys)
+    assert list(coverage.passed_through) == ["model.layers.61.enorm.weight"]
+    assert coverage.counts == {"num_nextn_predict_layers", "num_mtp_layers"}
+
+
+@pytest.mark.parametrize("config", [tiny_v2(), tiny_v3(), tiny_v32()], ids=["v2", "v3", "v32"])
 def test_transformers_spelling_means_the_same(config: dict[str, Any]) -> None:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 

@@ -19,10 +19,10 @@ from isthmus.names import live_tensors
 from isthmus.testing import ranks
 from isthmus.testing.tiny import write_tiny
 from isthmus.testing.verify import Request, verify
-from isthmus_deepseek.family import DEEPSEEK_V2, DEEPSEEK_V3
+from isthmus_deepseek.family import DEEPSEEK_V2, DEEPSEEK_V3, DEEPSEEK_V32
 
 GRADIENTS = Request(grads=True)
-FAMILIES = {"v2": DEEPSEEK_V2, "v3": DEEPSEEK_V3}
+FAMILIES = {"v2": DEEPSEEK_V2, "v3": DEEPSEEK_V3, "v32": DEEPSEEK_V32}
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +100,8 @@ def test_packed_sequences_are_those_run_one_by_one(
         (Layout(tp=2, cp=2), "v3 mscales", True, {}),
         (Layout(cp=2), "v3 no_mtp", False, {"cp_layout": "contiguous"}),
         (Layout(tp=2), "v3 moonlight", False, {"hosted_mode": "replicated"}),
+        (Layout(tp=2, ep=2), "v32 default", False, {}),
+        (Layout(cp=2), "v32 default", True, {}),
     ],
     ids=str,
 )
@@ -188,6 +190,7 @@ MISTAKES: dict[str, Callable[[AutoBridge], None]] = {
     "scaling": _set(moe_router_topk_scaling_factor=1.0),
     "groups_off": _set(moe_router_group_topk=None, moe_router_num_groups=None),
     "epsilon": _set(layernorm_epsilon=1e-3),
+    "indexer": _set(dsa_indexer_topk=16),
 }
 
 
@@ -202,6 +205,7 @@ MISTAKES: dict[str, Callable[[AutoBridge], None]] = {
         ("scaling", "v3 no_mtp"),
         ("groups_off", "v3 no_mtp"),
         ("epsilon", "v3 no_mtp"),
+        ("indexer", "v32 default"),
     ],
 )
 def test_a_mistake_is_found(checkpoints: Callable[[str], Path], mistake: str, name: str) -> None:

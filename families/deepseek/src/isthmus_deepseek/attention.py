@@ -1,22 +1,25 @@
 """HF's latent attention, hosted, and how it divides by heads."""
 
-from typing import Any
+from typing import Any, ClassVar
 
+import torch
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import _yarn_get_concentration_factor
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import nn
+from torch import Tensor, nn
 
 from isthmus.hosting import attention
 from isthmus.hosting.torch_functions import import_modeling
 from isthmus.weights import Heads
-from isthmus_deepseek.heads import latent_attention
+from isthmus_deepseek.heads import latent_attention, sparse_attention
 
-STEMS = {"deepseek_v2": "DeepseekV2", "deepseek_v3": "DeepseekV3"}
+STEMS = {"deepseek_v2": "DeepseekV2", "deepseek_v3": "DeepseekV3", "deepseek_v32": "DeepseekV32"}
 """What the names of a model_type's classes begin with, in transformers."""
 
 
 class HostedAttention(attention.HostedAttention):
     """transformers' own attention of a DeepSeek as a layer's self_attention; its input norm stays outside."""
+
+    index_sizes: ClassVar[dict[str, str]] = {}  # HF's name of what an indexer has -> Megatron's
 
     def heads(self, config: TransformerConfig) -> Heads:
         """Heads of queries, keys and values; what makes the latents is whole."""
@@ -50,6 +53,7 @@ class HostedAttention(attention.HostedAttention):
             initializer_range=config.init_method_std,
             num_hidden_layers=1,
             rope_parameters=_rope_parameters(config),
+            **{name: getattr(config, field) for name, field in self.index_sizes.items()},
         )
         hf._attn_implementation = self.implementation
         return hf
@@ -57,7 +61,46 @@ class HostedAttention(attention.HostedAttention):
 
 def architecture_of(config: Any) -> str:
     """The model_type whose modules compute what `config` describes: V2's router is a softmax."""
+    if config.dsa_indexer_topk is not None:
+        return "deepseek_v32"
     return "deepseek_v2" if config.moe_router_score_function == "softmax" else "deepseek_v3"
+
+
+class HostedSparseAttention(HostedAttention):
+    """DeepSeek-V3.2's: each token sees the keys that an indexer chooses, which every rank runs whole.
+
+    The indexer is frozen: HF's gives no gradient, and its training has a loss that HF's model does not have.
+    """
+
+    index_sizes: ClassVar[dict[str, str]] = {
+        "index_topk": "dsa_indexer_topk",
+        "index_head_dim": "dsa_indexer_head_dim",
+        "index_n_heads": "dsa_indexer_n_heads",
+    }
+
+    def heads(self, config: TransformerConfig) -> Heads:
+        """Heads of queries, keys and values; what makes the latents, and the indexer, are whole."""
+        return sparse_attention(config)
+
+    def build_hf_module(self, config: TransformerConfig) -> nn.Module:
+        """HF's module for one layer of `config`, its indexer frozen."""
+        module: Any = super().build_hf_module(config)
+        module.indexer.requires_grad_(False)
+        return module
+
+    def run(self, hf_module: Any, hidden: Tensor, **megatron: Any) -> Tensor:
+        """Causal attention (b, s, h) -> (b, s, h); what Megatron passes is not used."""
+        length = hidden.size(1)
+        positions = torch.arange(length, device=hidden.device)[None]
+        seen = torch.ones(length, length, dtype=torch.bool, device=hidden.device).tril()
+        mask = seen.expand(hidden.size(0), 1, length, length)
+        if self.implementation == "eager":
+            mask = torch.zeros_like(mask, dtype=hidden.dtype).masked_fill(
+                ~mask, torch.finfo(hidden.dtype).min
+            )
+        rotary = self._rotary[0].to(hidden.device)
+        output, _ = hf_module(hidden, position_embeddings=rotary(hidden, positions), attention_mask=mask)
+        return output
 
 
 def _rope_parameters(config: Any) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from isthmus.weights import (
     swiglu,
 )
 from isthmus_deepseek.config import MTP_COUNTS, mtp_layers
-from isthmus_deepseek.heads import latent_attention
+from isthmus_deepseek.heads import latent_attention, sparse_attention
 
 
 def weights(hf: HFConfig, keys: frozenset[str], model: Any) -> WeightMap:
@@ -26,10 +26,10 @@ def weights(hf: HFConfig, keys: frozenset[str], model: Any) -> WeightMap:
     layers, dense = range(hf["num_hidden_layers"]), min(hf["first_k_dense_replace"], hf["num_hidden_layers"])
     decoder, layer = "decoder.layers.{i}", "model.layers.{i}"
     attention = scope("self_attention", "self_attn", _attention(hf))
-    if getattr(model, "attention", "megatron") == "hosted":
-        attention = hosted(
-            "self_attention.self_attn", "self_attn", split=latent_attention(model), model=model
-        )
+    indexed = hf.model_type == "deepseek_v32"
+    if indexed or getattr(model, "attention", "megatron") == "hosted":
+        split = sparse_attention(model) if indexed else latent_attention(model)
+        attention = hosted("self_attention.self_attn", "self_attn", split=split, model=model)
     stacked = any(key.endswith(".mlp.experts.gate_up_proj") for key in keys)
     mtp = f"model.layers.{len(layers)}" if model.mtp_num_layers else None
     return WeightMap(

@@ -53,6 +53,8 @@ def megatron_config(hf: HFConfig, keys: frozenset[str]) -> dict[str, Any]:
     fields |= latent_attention(hf)
     if any(sparse):
         fields |= {"moe_layer_freq": sparse, **_moe(hf)}
+    if hf.model_type == "deepseek_v32":
+        fields |= _indexer(hf, layers, dense)
     fields |= {
         "mtp_num_layers": _mtp_layers(hf, keys, layers),
         "hetereogenous_dist_checkpoint": True,  # (Megatron's spelling) layers differ in kind
@@ -137,6 +139,29 @@ def _groups(hf: HFConfig, *, limited: bool) -> dict[str, int]:
     return {"moe_router_num_groups": groups, "moe_router_group_topk": chosen}
 
 
+def _indexer(hf: HFConfig, layers: int, dense: int) -> dict[str, Any]:
+    """V3.2's choice of keys, in the fields of Megatron's own sparse attention, which is not the one built."""
+    listed = {
+        "layer_types": ["indexed_attention"] * layers,
+        "mlp_layer_types": ["dense"] * min(dense, layers) + ["sparse"] * (layers - dense),
+    }
+    for name, expected in listed.items():
+        if (found := hf.get(name)) is not None and list(found) != expected:
+            raise ValueError(f"config.json: {name}={found}, expected {expected}")
+    if hf.get("indexer_rope_interleave"):
+        raise ValueError(
+            "config.json: indexer_rope_interleave=True is not supported: Hugging Face's DeepSeek-V3.2 rotates"
+            " the indexer's rows in halves"
+        )
+    if hf["q_lora_rank"] is None:
+        raise ValueError("config.json: q_lora_rank is null, and the indexer takes the latent of queries")
+    return {
+        "dsa_indexer_topk": hf["index_topk"],
+        "dsa_indexer_head_dim": hf["index_head_dim"],
+        "dsa_indexer_n_heads": hf["index_n_heads"],
+    }
+
+
 def mtp_layers(hf: HFConfig, keys: frozenset[str]) -> list[int]:
     """Numbers of the prediction layers among the checkpoint's layers: those behind the decoder's own."""
     found = {int(match[1]) for key in keys if (match := re.match(r"model\.layers\.(\d+)\.", key))}
@@ -144,7 +169,10 @@ def mtp_layers(hf: HFConfig, keys: frozenset[str]) -> list[int]:
 
 
 def _mtp_layers(hf: HFConfig, keys: frozenset[str], layers: int) -> int | None:
-    """Prediction layers: as many as the checkpoint has, or as stated where there is no checkpoint."""
+    """Prediction layers: as many as the checkpoint has, or as stated where there is no checkpoint.
+
+    Of V3.2 none is built: neither Hugging Face nor Megatron has its attention in a prediction layer.
+    """
     stated = hf.either(*MTP_COUNTS)
     found = mtp_layers(hf, keys)
     count = len(found) if keys else stated or 0
@@ -154,7 +182,7 @@ def _mtp_layers(hf: HFConfig, keys: frozenset[str], layers: int) -> int | None:
         raise ValueError(f"config.json states {stated} MTP layers, the checkpoint has {count}")
     if count > 1:
         raise ValueError(f"{count} MTP layers are not supported, only one")
-    return count or None
+    return count or None if hf.model_type != "deepseek_v32" else None
 
 
 def _check_mtp(fields: dict[str, Any], sparse: list[int]) -> None:

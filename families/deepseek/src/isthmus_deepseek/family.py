@@ -7,7 +7,7 @@ from isthmus_deepseek import v4
 from isthmus_deepseek.bridge import weights
 from isthmus_deepseek.config import megatron_config
 from isthmus_deepseek.layout import problems
-from isthmus_deepseek.tiny import TINY_V2, TINY_V3
+from isthmus_deepseek.tiny import TINY_V2, TINY_V3, TINY_V32
 
 DEEPSEEK_V2 = Family(
     name="deepseek_v2",
@@ -25,6 +25,14 @@ DEEPSEEK_V3 = replace(
     model_types=("deepseek_v3",),
     tiny=TINY_V3,
     mtp_reference="isthmus_deepseek.reference:multi_token_prediction",
+)
+DEEPSEEK_V32 = replace(
+    DEEPSEEK_V3,
+    name="deepseek_v32",
+    model_types=("deepseek_v32",),
+    config_class="isthmus_deepseek.model_config:DeepseekV32ModelConfig",
+    tiny=TINY_V32,
+    mtp_reference=None,
 )
 DEEPSEEK_V4 = Family(
     name="deepseek_v4",

@@ -3,9 +3,12 @@
 `config` is anything with Megatron's fields of these names.
 """
 
+from dataclasses import replace
 from typing import Any
 
 from isthmus.weights import COLUMNS, ROWS, SHARED, Heads
+
+INDEXER = ("wq_b.weight", "wk.weight", "k_norm.weight", "k_norm.bias", "weights_proj.weight")
 
 
 def latent_attention(config: Any) -> Heads:
@@ -25,3 +28,10 @@ def latent_attention(config: Any) -> Heads:
             "o_proj.weight": COLUMNS,
         },
     )
+
+
+def sparse_attention(config: Any) -> Heads:
+    """DeepSeek-V3.2's: the indexer, which chooses keys for all heads, is whole on every rank."""
+    latent = latent_attention(config)
+    indexer = {f"indexer.{name}": SHARED for name in INDEXER}
+    return replace(latent, parameters={**latent.parameters, **indexer})

@@ -11,7 +11,7 @@ from isthmus_deepseek.heads import latent_attention
 def problems(layout: Layout, fields: Mapping[str, Any]) -> list[str]:
     """Why the layout is refused: hosted heads that do not divide, or gradients that Megatron would lose."""
     found = []
-    hosted = fields.get("attention") == "hosted"
+    hosted = fields.get("attention") == "hosted" or fields.get("dsa_indexer_topk") is not None
     if hosted and fields.get("hosted_mode") != "replicated":
         found += latent_attention(SimpleNamespace(**fields)).problems(layout.tp, layout.cp)
     if not hosted and layout.tp > 1 and not layout.sequence_parallel:

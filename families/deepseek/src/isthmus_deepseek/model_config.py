@@ -28,3 +28,10 @@ class DeepseekModelConfig(HostedModelConfig):
         super().__post_init__()
         # The layers differ, so a checkpoint must name each by its number instead of stacking them.
         self.transformer.hetereogenous_dist_checkpoint = True
+
+
+@dataclass(kw_only=True)
+class DeepseekV32ModelConfig(DeepseekModelConfig):
+    """The model config of DeepSeek-V3.2, whose attention is hosted."""
+
+    attention: str = "hosted"

@@ -14,7 +14,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from isthmus.hosting import spec
-from isthmus_deepseek.attention import HostedAttention
+from isthmus_deepseek.attention import HostedAttention, HostedSparseAttention
 from isthmus_deepseek.latent import LATENT_NORM_EPS
 from isthmus_deepseek.router import GroupLimitedRouter, differs
 
@@ -53,10 +53,16 @@ def _block(
     if attention not in ATTENTIONS:
         raise ValueError(f"attention must be one of {ATTENTIONS}, got {attention!r}")
     _check(config, attention)
+    if config.dsa_indexer_topk is not None and attention != "hosted":
+        raise ValueError(
+            "DeepSeek-V3.2's attention is hosted, Hugging Face's own: use attention='hosted', on Megatron's"
+            " command line --spec isthmus_deepseek.spec hosted_layer_spec"
+        )
     mixer = _attention(config)
     if attention == "hosted":
         params = {"rotary_base": config.rotary_base, **spec.hosting(model_config)}
-        mixer = ModuleSpec(module=HostedAttention, params=params)
+        module = HostedAttention if config.dsa_indexer_topk is None else HostedSparseAttention
+        mixer = ModuleSpec(module=module, params=params)
     block = spec.decoder_block(config, vp_stage, [mixer] * config.num_layers)
     if not differs(config):
         return block

@@ -17,7 +17,7 @@ def tensors(hf: HFConfig, mtp: bool = True) -> Shapes:
     for i in range(layers):
         mlp = _experts(hf) if i >= hf["first_k_dense_replace"] else _mlp(hf, hf["intermediate_size"])
         shapes |= _below(f"model.layers.{i}", _layer(hf, mlp))
-    if mtp and hf.get("num_nextn_predict_layers"):
+    if mtp and hf.get("num_nextn_predict_layers") and hf.model_type != "deepseek_v32":
         copy = (vocab, hidden)
         shapes |= _below(
             f"model.layers.{layers}",
@@ -63,6 +63,18 @@ def _attention(hf: HFConfig) -> Shapes:
         "kv_a_layernorm.weight": (kv_rank,),
         "kv_b_proj.weight": (heads * (nope + value), kv_rank),
         "o_proj.weight": (hidden, heads * value),
+        **(_below("indexer", _indexer(hf)) if hf.model_type == "deepseek_v32" else {}),
+    }
+
+
+def _indexer(hf: HFConfig) -> Shapes:
+    heads, size = hf["index_n_heads"], hf["index_head_dim"]
+    return {
+        "wq_b.weight": (heads * size, hf["q_lora_rank"]),
+        "wk.weight": (size, hf["hidden_size"]),
+        "k_norm.weight": (size,),
+        "k_norm.bias": (size,),
+        "weights_proj.weight": (heads, hf["hidden_size"]),
     }
 
 

@@ -14,6 +14,14 @@ def published(name: str) -> dict[str, Any]:
 
 
 V2, V2_LITE, V3 = (published(name) for name in ("deepseek_v2", "deepseek_v2_lite", "deepseek_v3"))
+# DeepSeek-V3.2's is V3's with an indexer.
+V32 = V3 | {
+    "architectures": ["DeepseekV32ForCausalLM"],
+    "model_type": "deepseek_v32",
+    "index_head_dim": 128,
+    "index_n_heads": 64,
+    "index_topk": 2048,
+}
 
 # What shrinks. Kept as published: heads together wider than the hidden state, half as many rotated dims as
 # others, yarn with its factors, shared experts, the gates and their scale.
@@ -52,6 +60,13 @@ def tiny_v3(**overrides: Any) -> dict[str, Any]:
     config = V3 | SHRUNK | routing | {"q_lora_rank": 48, "first_k_dense_replace": 1} | overrides
     del config["quantization_config"]
     return config
+
+
+def tiny_v32(**overrides: Any) -> dict[str, Any]:
+    """A small DeepSeek-V3.2: V3 with an indexer that chooses 8 keys."""
+    indexer = {"index_head_dim": 16, "index_n_heads": 8, "index_topk": 8}
+    config = tiny_v3(**{key: V32[key] for key in ("architectures", "model_type")}, **indexer)
+    return config | overrides
 
 
 # Where the usual, 0 and a size that keeps activations at 1, would not do. A spread router has no near ties.
@@ -137,5 +152,12 @@ V3_VARIANTS = {
     ),
 }
 
+V32_VARIANTS = {
+    "default": Variant(
+        tiny_v32(), "DeepSeek-V3 with an indexer, without the MTP layer", mtp=False, fp32=BIAS, reloaded=True
+    ),
+}
+
 TINY_V2 = Tiny(V2_VARIANTS, tensors, VALUES)
 TINY_V3 = Tiny(V3_VARIANTS, tensors, VALUES, COPIES)
+TINY_V32 = Tiny(V32_VARIANTS, tensors, VALUES)

@@ -16,5 +16,5 @@ def refuse(hf: HFConfig, keys: frozenset[str], model: Any = None) -> NoReturn:
     lines = "".join(f"\n  {what}" for what in LACKING)
     raise ValueError(
         f"DeepSeek-V4 cannot be converted: megatron-core 0.19 has no{lines}\n"
-        "V2 and V3 are supported. `isthmus inspect` says what the files of a V4 hold"
+        "V2, V3 and V3.2 are supported. `isthmus inspect` says what the files of a V4 hold"
     )
