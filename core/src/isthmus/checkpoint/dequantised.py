@@ -168,8 +168,11 @@ class DequantisedReader:
         return grids
 
 
-def small_parts(item: Quantised, stored: CheckpointReader, index: int | None) -> dict[str, Tensor]:
-    """The parts beside the codes of a matrix, each in the shape that its codec gives it."""
+def small_parts(item: Quantised, stored: Any, index: int | None) -> dict[str, Tensor]:
+    """The parts beside the codes of a matrix, each in the shape that its codec gives it.
+
+    `stored` has `tensors` and `slice` of :class:`CheckpointReader`.
+    """
     *_, rows, cols = item.shape
     found = {}
     for role, shape in item.codec.shapes(rows, cols, item.block).items():

@@ -198,9 +198,10 @@ def _print(out: Any, document: dict[str, Any]) -> None:
         f" {document['tensors']:,} tensors in {output.counted(document['files'], 'file')}",
     )
     facts.add_row("quantisation", "none" if quantization is None else _words(quantization))
-    for row in (quantization or {}).get("sample", ()):
+    sampled = quantization or {}
+    for row in sampled.get("sample", ()):
         spread = f"std {row['std_codes']:.3g} as codes, {row['std_values']:.3g} as numbers"
-        facts.add_row("", f"{quantization['tensors'][row['format']]} tensors {row['format']}: {spread}")
+        facts.add_row("", f"{sampled['tensors'][row['format']]} tensors {row['format']}: {spread}")
     facts.add_row("experts", "none" if experts is None else f"{experts['count']}, {experts['layout']}")
     facts.add_row("tied embeddings", "not stated" if tie is None else "yes" if tie else "no")
     if document["family"] is not None:

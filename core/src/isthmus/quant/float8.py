@@ -97,7 +97,9 @@ def recognise(name: str, checkpoint: Checkpoint) -> Quantised | None:
     if block is None:
         options = ", ".join(f"{n.strategy or 'tensor or channel'} {n.block or ''}".strip() for n in said)
         detail = f"{scale_name} is {scale.shape} for {info.shape}, config.json says {options}"
-        if grids := [(*info.shape[:-2], *grid_shape(*info.shape[-2:], n.block)) for n in said if n.block]:
+        if grids := [
+            (*info.shape[:-2], *grid_shape(info.shape[-2], info.shape[-1], n.block)) for n in said if n.block
+        ]:
             detail += f": expected {grids[0]}"
         checkpoint.wrong("a scale grid that does not fit", name, detail, all_parts)
         return None
