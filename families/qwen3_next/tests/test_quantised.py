@@ -126,3 +126,29 @@ def test_the_plain_copy_of_each_tiny_variant_is_what_is_read(variant, source):
     assert set(reader.tensors) == set(expected)
     assert [name for name in expected if not same_bits(reader.slice(name), expected[name])] == []
     assert {item.name.removesuffix(".weight") for item in reader.quantised.values()}
+
+
+def without_mtp(folder: Path, out: Path) -> None:
+    from isthmus.bridge import AutoBridge
+
+    layout = Layout().resolved()
+    layout.initialize()
+    bridge = AutoBridge.from_hf_pretrained(folder)
+    config = bridge.get_model_config(**layout.config_overrides(), mtp_num_layers=None)
+    model = bridge.build_model(config)
+    bridge.load_hf_weights(model)
+    bridge.save_hf_pretrained(model, out / "source", dtype="source")
+    bridge.save_hf_pretrained(model, out / "plain")
+
+
+def test_what_the_model_does_not_hold_is_passed_through_as_codes_or_as_numbers(source, tmp_path):
+    folder = source("fp8_block")
+    ranks.run(1, without_mtp, folder, tmp_path, timeout=120)
+    with CheckpointReader(folder) as before, CheckpointReader(tmp_path / "source") as after:
+        outcome = compare(before, after)
+    assert not [*outcome.missing, *outcome.added, *outcome.differing]
+    with plain_folder(folder) as plain:
+        expected = load_file(plain / "model.safetensors")
+    found = load_file(tmp_path / "plain" / "model.safetensors")
+    assert found.keys() == expected.keys()
+    assert [name for name in found if not same_bits(found[name], expected[name])] == []
