@@ -296,6 +296,24 @@ def test_a_corrupt_index_is_refused(sharded, text):
     assert INDEX in refusal(sharded)
 
 
+@pytest.mark.parametrize(
+    ("value", "shown"), [("", "''"), ("x" * 300, "'" + "x" * 40), ("..", "'..'"), ("../a", "'../a'")]
+)
+def test_tensors_whose_file_has_no_name_are_listed(sharded, value, shown):
+    edit_index(sharded, lambda names: names.update({"a.0.w": value, "a.1.w": value}))
+    message = refusal(sharded)
+    assert (
+        f"{INDEX} gives no name of a file in this folder for: a.{{0..1}}.w (first: it says {shown}" in message
+    )
+    assert "Errno" not in message
+
+
+@pytest.mark.parametrize("header", [b"{}", b'{"__metadata__": {"format": "pt"}}'])
+def test_tensors_of_a_file_that_is_empty_are_missed(sharded, header):
+    (sharded / FIRST).write_bytes(raw(header))
+    assert f"named by {INDEX} but in no file: a.{{0..1}}.w (first: should be in {FIRST})" in refusal(sharded)
+
+
 def test_other_safetensors_beside_an_index_are_left_alone(sharded):
     save_file({"x": torch.zeros(1)}, sharded / "consolidated.safetensors")
     with CheckpointReader(sharded) as reader:

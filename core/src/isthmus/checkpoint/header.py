@@ -65,6 +65,9 @@ class Defects:
         """One defect; those of the same kind (`what`) share a line, with the first one's detail."""
         self._found.setdefault(what, []).append((name, detail))
 
+    def __len__(self) -> int:
+        return sum(map(len, self._found.values()))
+
     def raise_any(self, where: Path | str) -> None:
         """ValueError with a line for each kind of defect, names collapsed; nothing where there is none."""
         if not self._found:

@@ -9,6 +9,8 @@ from isthmus.json_text import parse_json
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+MAX_FILE_NAME = 255  # bytes
+LONG = 80  # characters; what is longer is not shown whole
 _SHARD = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
 _OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.gguf", "*.ckpt", "*.h5", "*.msgpack", "*.index.json")
 
@@ -38,11 +40,12 @@ def read_tensors(folder: Path) -> tuple[dict[str, TensorInfo], dict[str, os.stat
             defects.add(what, name, "download or copy them again")
             unread.add(name)
             continue
+        before = len(defects)
         found, status = read_header(folder / name, defects)
-        if status is None or not found:
-            unread.add(name)
-        else:
+        if found and status is not None:
             files[name] = status
+        elif len(defects) > before:  # a sound file without tensors lacks those that the index puts there
+            unread.add(name)
         for info in found:
             if info.name in tensors:
                 defects.add("held by two files", info.name, f"{tensors[info.name].file} and {name}")
@@ -68,11 +71,22 @@ def _weight_map(folder: Path, defects: Defects) -> dict[str, str] | None:
         defects.add(f"{INDEX}: corrupt", detail=f"{type(error).__name__}: {error}")
         defects.raise_any(folder)
         raise
-    outside = sorted(str(name) for name in names if not isinstance(name, str) or Path(name).name != name)
-    if outside or not names:
-        defects.add(f"{INDEX}: no names of files in this folder", ", ".join(outside))
-        defects.raise_any(folder)
+    if not names:
+        defects.add(f"{INDEX} names no tensor")
+    for tensor, name in weight_map.items():
+        if not _is_file_name(name):
+            said = f"it says {name!r}"
+            shown = said if len(said) <= LONG else f"{said[:LONG]}..."
+            defects.add(f"{INDEX} gives no name of a file in this folder for", tensor, shown)
+    defects.raise_any(folder)
     return weight_map
+
+
+def _is_file_name(name: object) -> bool:
+    """Whether a file of a folder can have this name: one part of a path, as long as file systems take."""
+    if not isinstance(name, str) or name in ("", ".", "..") or "\0" in name:
+        return False
+    return Path(name).name == name and len(name.encode(errors="replace")) <= MAX_FILE_NAME
 
 
 def _unindexed(folder: Path, defects: Defects) -> list[str]:
