@@ -104,29 +104,44 @@ def from_all[T](own: T, group: Any = None) -> list[T]:
 
 
 def agree(error: Exception | None) -> None:
-    """Raise on every rank if any rank failed, so that none waits for one that has given up. Collective."""
+    """Raise on every rank if any rank failed, so that none waits for one that has given up. Collective.
+
+    The failed ranks raise their own error; the others a ValueError where that was an OSError, ValueError or
+    LookupError (the request was wrong), else a RuntimeError.
+    """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         if error:
             raise error
         return
-    messages = from_all(str(error) if error else None)
+    of_request = isinstance(error, OSError | ValueError | LookupError)
+    found = from_all(error and (str(error) or type(error).__name__, of_request))
     if error:
         raise error
-    for rank, message in enumerate(messages):
-        if message:
-            raise ValueError(f"rank {rank}: {message}")
+    for rank, other in enumerate(found):
+        if other:
+            message, of_request = other
+            raise (ValueError if of_request else RuntimeError)(f"rank {rank}: {message}")
+
+
+def attempt[T](work: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """What `work` returns, and the error that stopped it, for `agree`: of any kind, out of memory too."""
+    try:
+        return work(), None
+    except Exception as error:
+        return None, error
+
+
+def on_every_rank[T](work: Callable[[], T]) -> T:
+    """`work()` here; an error on every rank where it fails on any. Collective."""
+    result, error = attempt(work)
+    agree(error)
+    return result  # type: ignore[return-value]  # it did not fail
 
 
 def from_first[T](make: Callable[[], T]) -> T:
     """What the first rank makes, on every rank; an error there is raised everywhere. Collective."""
-    made: list[Any] = [None]
-    error: Exception | None = None
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        try:
-            made = [make()]
-        except (OSError, ValueError, LookupError) as failure:
-            error = failure
-    agree(error)
+    first = not dist.is_initialized() or dist.get_rank() == 0
+    made: list[Any] = [on_every_rank(lambda: make() if first else None)]
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.broadcast_object_list(made, src=0)
     return made[0]

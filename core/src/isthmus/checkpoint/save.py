@@ -1,6 +1,7 @@
 """Writing an HF folder: each owner its own files, in a staging folder that becomes the target at once."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -9,7 +10,7 @@ import torch
 from isthmus.checkpoint.dtypes import name_of
 from isthmus.checkpoint.export import ExportPlan, Piece
 from isthmus.checkpoint.folder import Staging, carry_side_files
-from isthmus.checkpoint.gather import agree, from_first
+from isthmus.checkpoint.gather import agree, attempt, from_first
 from isthmus.checkpoint.requantise import Requantiser
 from isthmus.checkpoint.writer import (
     OutputTensor,
@@ -25,8 +26,6 @@ from isthmus.weights import Coverage, collapse
 
 # A side file that says how the weights are quantised: not of the plain ones.
 QUANTISED_SIDE_FILES = ("hf_quant_config.json",)
-# What stops one rank. The others are told before it is raised: none may wait for one that has given up.
-_FAILURES = (OSError, ValueError, LookupError)
 
 
 class _File(NamedTuple):
@@ -81,7 +80,7 @@ def save(
     try:
         agree(_write(planned, reader, files, copied, requantiser, folder, advance))
         plain = requantiser is None
-        agree(_finish(source, files, staged[0], config_changes, plain) if staged else None)
+        from_first(lambda: _finish(source, files, staged[0], config_changes, plain))
     except BaseException:
         for staging in staged:
             staging.discard()
@@ -98,79 +97,57 @@ def _write(
     advance: Callable[[int], None],
 ) -> Exception | None:
     """This rank's files; the error that stopped it, if any. The collective is run to its end in any case."""
-    error: Exception | None = None
     writers: dict[str, ShardWriter] = {}
-    try:
+
+    def create() -> None:
         for file in files:
             if file.owner == planned.rank:
                 writer = ShardWriter(folder / file.name, file.tensors)
-                writers |= dict.fromkeys((tensor.name for tensor in file.tensors), writer)
-    except _FAILURES as failure:
-        error = failure
+                writers.update(dict.fromkeys((tensor.name for tensor in file.tensors), writer))
+
+    def copy(output: OutputTensor) -> None:
+        tensor = reader.slice(output.name).to(output.dtype)
+        writers[output.name].write(output.name, tensor)
+        advance(tensor.nbytes)
+
+    _, error = attempt(create)
     for piece in planned.pieces():
         if error is None:
-            error = _write_piece(writers, piece, requantiser)
+            _, error = attempt(partial(_write_piece, writers, piece, requantiser))
             advance(sum(part.nbytes for part in piece.parts))
     for output in copied:
         if error is None and output.name in writers:
-            try:
-                tensor = reader.slice(output.name).to(output.dtype)
-            except _FAILURES as failure:
-                error = failure
-                continue
-            error = _write_one(writers[output.name], output.name, [tensor], None)
-            advance(tensor.nbytes)
+            _, error = attempt(partial(copy, output))
     for writer in dict.fromkeys(writers.values()):
-        try:
-            writer.close(partial=error is not None)
-        except _FAILURES as failure:
-            error = error or failure
+        _, failure = attempt(partial(writer.close, partial=error is not None))
+        error = error or failure
     return error
 
 
-def _write_piece(
-    writers: Mapping[str, ShardWriter], piece: Piece, requantiser: Requantiser | None
-) -> Exception | None:
+def _write_piece(writers: Mapping[str, ShardWriter], piece: Piece, requantiser: Requantiser | None) -> None:
     """A tensor, or all that it is stored as."""
     name, index, parts = piece
     if requantiser is None or name not in requantiser:
-        return _write_one(writers[name], name, parts, index)
-    try:
-        for stored, row, tensor in requantiser(name, index, piece.tensor):
-            writers[stored].write(stored, tensor, index=row)
-    except _FAILURES as failure:
-        return failure
-    return None
-
-
-def _write_one(
-    writer: ShardWriter, name: str, parts: Sequence[torch.Tensor], index: int | None
-) -> Exception | None:
-    try:
-        writer.write(name, *parts, index=index)
-    except _FAILURES as failure:
-        return failure
-    return None
+        writers[name].write(name, *parts, index=index)
+        return
+    for stored, row, tensor in requantiser(name, index, piece.tensor):
+        writers[stored].write(stored, tensor, index=row)
 
 
 def _finish(
     source: Any, files: Sequence[_File], staging: Staging, changes: Mapping[str, Any], plain: bool
-) -> Exception | None:
+) -> None:
     """Index, config and side files, then the rename; on the first rank only."""
-    try:
-        write_index(staging.path, {file.name: file.tensors for file in files})
-        if source.folder is not None:
-            carry_side_files(source.folder, staging)
-        text = write_config(source.config_text, changes, only_stated=True)
-        if plain:
-            text = remove_config(text, KEYS)
-            for name in QUANTISED_SIDE_FILES:
-                (staging.path / name).unlink(missing_ok=True)
-        (staging.path / "config.json").write_text(text, encoding="utf-8")
-        staging.publish()
-    except _FAILURES as failure:
-        return failure
-    return None
+    write_index(staging.path, {file.name: file.tensors for file in files})
+    if source.folder is not None:
+        carry_side_files(source.folder, staging)
+    text = write_config(source.config_text, changes, only_stated=True)
+    if plain:
+        text = remove_config(text, KEYS)
+        for name in QUANTISED_SIDE_FILES:
+            (staging.path / name).unlink(missing_ok=True)
+    (staging.path / "config.json").write_text(text, encoding="utf-8")
+    staging.publish()
 
 
 def _check_names(outputs: Iterable[str], source: Any, coverage: Coverage, copied: Iterable[str]) -> None:

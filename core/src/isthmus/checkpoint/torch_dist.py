@@ -16,7 +16,7 @@ from torch import nn
 
 from isthmus.checkpoint.dtypes import main_dtype, rounds
 from isthmus.checkpoint.folder import Staging
-from isthmus.checkpoint.gather import agree, from_all, from_first
+from isthmus.checkpoint.gather import from_all, from_first, on_every_rank
 from isthmus.checkpoint.header import TensorInfo
 from isthmus.checkpoint.manifest import Manifest
 from isthmus.checkpoint.megatron_folder import RELEASE, TRACKER, describe, latest
@@ -47,7 +47,7 @@ def write(
 
     folder = from_first(stage)
     try:
-        filled = _on_every_rank(fill)
+        filled = on_every_rank(fill)
         words = from_first(lambda: describe(bridge, config, staged[0]))
         _save(chunks, _common(words, config.transformer), folder / RELEASE)
         from_first(lambda: staged[0].publish())
@@ -242,14 +242,3 @@ def _leaves(state: Any) -> list[Any]:
     if isinstance(state, list | tuple):
         return [leaf for value in state for leaf in _leaves(value)]
     return [state]
-
-
-def _on_every_rank(work: Callable[[], Any]) -> Any:
-    """`work()` here; where it fails on any rank, an error on all: none waits for one that has given up."""
-    result, error = None, None
-    try:
-        result = work()
-    except (OSError, ValueError, LookupError) as failure:
-        error = failure
-    agree(error)
-    return result
