@@ -397,7 +397,7 @@ class AutoBridge:
         wanted, requantiser = as_dtype(dtype), self._requantiser(dtype)
 
         def dtype_of(name: str, held: torch.dtype) -> torch.dtype:
-            if wanted is not None:
+            if wanted is not None and held.is_floating_point:
                 return wanted
             if requantiser is not None and name in requantiser:
                 return held  # rounded once: to its codes

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from isthmus.bridge import AutoBridge
 from isthmus.built import model_config_of
+from isthmus.checkpoint.dtypes import other_kind
 from isthmus.checkpoint.header import TensorInfo
 from isthmus.layout import Layout
 from isthmus.names import live_tensors
@@ -119,6 +120,7 @@ def _cover(
     `known` are the checkpoint's tensors, None where there is only a config.
     """
     shapes: dict[str, tuple[int, ...]] = {}
+    dtypes: dict[str, torch.dtype] = {}
     names: set[str] = set()
     wrong: list[str] = []
     for held in {tensor.canonical: tensor for stage in stages for tensor in stage}.values():
@@ -140,12 +142,16 @@ def _cover(
             for hf, shape in (*zip(bound.hf, parts, strict=True), *((copy, parts[0]) for copy in bound.also)):
                 stacked = shapes.get(hf.name, (0,))[0]
                 shapes[hf.name] = shape if hf.index is None else (max(stacked, hf.index + 1), *shape)
+                dtypes[hf.name] = held.dtype
     coverage = weights.cover(known, megatron=names)
     for what in wrong:
         coverage.misfit(what)
     for name, shape in shapes.items():
         if known is not None and name in known and known[name].shape != shape:
             coverage.misfit(f"is {known[name].shape}, the config makes it {shape}", name)
+    for name, dtype in dtypes.items():
+        if known is not None and name in known and (strange := other_kind(known[name].dtype, dtype)):
+            coverage.misfit(strange, name)
     return shapes, coverage
 
 

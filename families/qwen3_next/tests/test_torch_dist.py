@@ -1,6 +1,9 @@
 """HF -> Megatron's torch_dist checkpoint -> HF, over a change of layout, and a training run in between."""
 
+import json
+import re
 import resource
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -8,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from isthmus import launch, registry
+from isthmus import cli, launch, registry
 from isthmus.checkpoint.compare import compare
 from isthmus.checkpoint.folder import WEIGHTS
 from isthmus.checkpoint.reader import CheckpointReader
@@ -359,3 +362,24 @@ def test_a_narrower_model_is_refused(source: Path, tmp_path: Path) -> None:
         run(Layout(), export, tmp_path / "megatron", Layout(), tmp_path / "out", build={})
     run(Layout(), export, tmp_path / "megatron", Layout(), tmp_path / "out")
     assert same_tensors(source, tmp_path / "out")
+
+
+@pytest.mark.parametrize("code", ["I16", "U16"])
+def test_a_source_of_other_kinds_of_numbers_is_refused(
+    code: str, without_mtp: Path, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other, norms = tmp_path / "other", [f"model.layers.{layer}.input_layernorm.weight" for layer in range(2)]
+    shutil.copytree(source, other)
+    content = (other / "model.safetensors").read_bytes()
+    for name in norms:
+        stated = f'"{name}":{{"dtype":"BF16"'.encode()
+        assert content.count(stated) == 1
+        content = content.replace(stated, stated.replace(b'"BF16"', f'"{code}" '.encode()))
+    (other / "model.safetensors").write_bytes(content)
+    words = "model.layers.{0..1}.input_layernorm.weight: source is " + ("u" if code == "U16" else "")
+    words += "int16, parameter is bfloat16, numbers of another kind"
+    with pytest.raises(ValueError, match=re.escape(words)):
+        run(Layout(), export, without_mtp, Layout(), tmp_path / "out", other)
+    assert not (tmp_path / "out").exists()
+    assert cli.main(["plan", str(other), "--no-mtp", "--json", "-"]) == 1
+    assert words in json.loads(capsys.readouterr().out)["problems"]

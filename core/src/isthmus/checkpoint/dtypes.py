@@ -28,6 +28,19 @@ def rounds(source: torch.dtype, target: torch.dtype) -> bool:
     return torch.promote_types(source, target) != target
 
 
+def other_kind(source: torch.dtype, held: torch.dtype) -> str:
+    """Why a checkpoint's tensor and the model's are never cast to one another; empty where they may be."""
+    if _kind(source) == _kind(held):
+        return ""
+    return f"source is {name_of(source)}, parameter is {name_of(held)}, numbers of another kind"
+
+
+def _kind(dtype: torch.dtype) -> str:
+    if dtype.is_floating_point:
+        return "float"
+    return "complex" if dtype.is_complex else "bool" if dtype is torch.bool else "integer"
+
+
 def main_dtype(infos: Iterable[TensorInfo]) -> torch.dtype | None:
     """The float dtype of most of the checkpoint's bytes; None where there are no floats.
 

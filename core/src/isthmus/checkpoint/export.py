@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from isthmus.checkpoint.dtypes import other_kind
 from isthmus.checkpoint.gather import (
     Exchange,
     Holding,
@@ -106,11 +107,17 @@ def plan(
 
     `dtype_of(hf_name, dtype of the parameter)` is the dtype to come; `order` the position of HF names in the
     source. What is held may also be gradients, under the names of their parameters. ValueError where a tensor
-    of the map is held by no rank, or a held one has no rule.
+    of the map is held by no rank, or a held one has no rule, or would come out as numbers of another kind.
     """
     mine = Place.of(model)
     known = holdings(held, model, mine)
-    if problems := weights.cover(megatron=known).problems():
+    coverage = weights.cover(megatron=known)
+    for bound in weights.megatron.values():
+        for hf in (*bound.hf, *bound.also) if bound.rule.exported and bound.megatron in known else ():
+            stored = known[bound.megatron].dtype
+            if strange := other_kind(dtype_of(hf.name, stored), stored):
+                coverage.misfit(strange, hf.name)
+    if problems := coverage.problems():
         raise ValueError("cannot export this model:\n  " + "\n  ".join(problems))
     copies = [bound for bound in weights.megatron.values() if not bound.rule.exported]
     check_copies(held, known, {copy.megatron: weights.hf[copy.hf[0].name][0] for copy in copies}, model)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from isthmus.checkpoint.dtypes import main_dtype, name_of, rounds, same_bits
+from isthmus.checkpoint.dtypes import main_dtype, name_of, other_kind, rounds, same_bits
 from isthmus.checkpoint.place import Place
 from isthmus.checkpoint.reader import CheckpointReader
 from isthmus.names import LiveTensor, live_tensors, unwrapped
@@ -171,8 +171,8 @@ def check(held: Sequence[LiveTensor], weights: WeightMap, reader: CheckpointRead
             elif original.dtype != info.dtype:
                 other = f"{original.name}, which it repeats, is {name_of(original.dtype)}"
                 coverage.misfit(f"is {name_of(info.dtype)}, {other}", hf.name)
-            elif info.dtype.is_floating_point != live.tensor.is_floating_point():
-                coverage.misfit(f"{dtypes}, numbers of another kind", hf.name)
+            elif strange := other_kind(info.dtype, live.tensor.dtype):
+                coverage.misfit(strange, hf.name)
             elif rounds(info.dtype, live.tensor.dtype) and info.dtype != wanted:
                 coverage.misfit(f"{dtypes}, and no rule allows the rounding", live.canonical)
             else:

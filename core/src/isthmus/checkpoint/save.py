@@ -62,10 +62,14 @@ def save(
     reader = source.reader if names else None
     if requantiser is not None and reader is not None:
         names, reader = [part for name in names for part in requantiser.names(name)], reader.stored
+    stored = [reader.tensors[name] for name in names] if reader is not None else []
     copied = [
-        OutputTensor(name, copied_dtype or reader.tensors[name].dtype, reader.tensors[name].shape)
-        for name in names
-        if reader is not None
+        OutputTensor(
+            info.name,
+            copied_dtype if copied_dtype and info.dtype.is_floating_point else info.dtype,
+            info.shape,
+        )
+        for info in stored
     ]
     files = _files(_owned(planned, requantiser, copied), parse_size(max_shard_size))
     staged: list[Staging] = []  # on the first rank
