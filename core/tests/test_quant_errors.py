@@ -310,3 +310,111 @@ def test_the_same_name_with_an_ending_is_not_taken_for_the_weight(tmp_path):
         assert {name: item.parts["scale"] for name, item in reader.quantised.items()} == {
             name: f"{name}_scale_inv" for name in ("x.weight", "ax.weight")
         }
+
+
+def nvfp4(scale: float, whole: float, code: int = 0x70) -> dict[str, Tensor]:
+    """(2, 32), the last code is 6."""
+    codes = torch.zeros(2, 16, dtype=torch.uint8)
+    codes[-1, -1] = code
+    return {
+        "a.weight": codes,
+        "a.weight_scale": torch.full((2, 2), scale).to(torch.float8_e4m3fn),
+        "a.weight_scale_2": torch.tensor(whole),
+    }
+
+
+def fp8(scale: float, code: float = 448.0) -> dict[str, Tensor]:
+    """(20, 20) in blocks of 16, the last code is `code`, in the last block."""
+    codes = torch.zeros(20, 20)
+    codes[-1, -1] = code
+    return {"a.weight": codes.to(torch.float8_e4m3fn), "a.weight_scale_inv": torch.full((2, 2), scale)}
+
+
+def int8(scale: float, code: int) -> dict[str, Tensor]:
+    codes = torch.zeros(4, 8, dtype=torch.int8)
+    codes[-1, -1] = code
+    return {"a.weight": codes, "a.weight_scale": torch.full((4, 1), scale)}
+
+
+def mxfp4_with(scale: int) -> dict[str, Tensor]:
+    return {
+        "a_blocks": torch.full((1, 4, 1, 16), 0x77, dtype=torch.uint8),
+        "a_scales": torch.full((1, 4, 1), scale, dtype=torch.uint8),
+    }
+
+
+NVFP4 = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}
+INT8 = {
+    "quant_method": "compressed-tensors",
+    "config_groups": {"g": {"weights": {"num_bits": 8, "type": "int", "strategy": "channel"}}},
+}
+BAD_SCALES: dict[str, tuple[dict[str, Tensor], dict, str, list[str]]] = {
+    "too large": (
+        fp8(3e38),
+        FP8,
+        "bfloat16",
+        ["code 448 times scale 3e+38 = 1.344e+41", "[19, 19]", "a.weight_scale_inv again"],
+    ),
+    "large": (fp8(1e37), FP8, "bfloat16", ["code 448 times scale 1e+37 = 4.48e+39"]),
+    "too large for float16": (fp8(1e3), FP8, "float16", ["= 448000 is more than torch.float16 has (65504)"]),
+    "zero": (fp8(0.0, -1.0), FP8, "bfloat16", ["code -1 times scale 0 = -0 is 0", "from 0 to 0"]),
+    "subnormal": (fp8(1e-45), FP8, "bfloat16", ["code 448 times scale 1.4013e-45", "is 0 in torch.bfloat16"]),
+    "negative": (fp8(-1.0), FP8, "bfloat16", ["a.weight_scale_inv: a scale is negative: -1"]),
+    "integers too large": (int8(1e37, -128), INT8, "bfloat16", ["code -128 times scale 1e+37"]),
+    "integers, zero": (int8(0.0, 1), INT8, "bfloat16", ["code 1 times scale 0"]),
+    "NVFP4, product too large": (nvfp4(448.0, 1e38), NVFP4, "bfloat16", ["a.weight_scale_2", "NaN or Inf"]),
+    "NVFP4, value too large": (nvfp4(4.0, 8e37), NVFP4, "bfloat16", ["code 6 times scale 3.2e+38"]),
+    "NVFP4, all groups 0": (nvfp4(0.0, 1.0), NVFP4, "bfloat16", ["code 6 times scale 0"]),
+    "NVFP4, whole 0": (
+        nvfp4(1.0, 0.0),
+        NVFP4,
+        "bfloat16",
+        ["code 6 times scale 0", "a.weight_scale_2 again"],
+    ),
+    "MXFP4 too large": (mxfp4_with(254), MXFP4, "bfloat16", ["code 6 times scale 1.70141e+38", "a_scales"]),
+    "MXFP4 too small": (mxfp4_with(0), MXFP4, "float16", ["code 6 times scale 5.87747e-39", "is 0 in"]),
+}
+
+
+@pytest.mark.parametrize("case", BAD_SCALES)
+def test_values_that_the_dtype_does_not_have_are_errors(tmp_path, case):
+    tensors, entry, dtype, messages = BAD_SCALES[case]
+    config = write(tmp_path, tensors, entry) | {"torch_dtype": dtype}
+    with open_checkpoint(tmp_path, config) as reader:
+        [name] = reader.tensors
+        index = 0 if len(reader.tensors[name].shape) == 3 else None
+        with pytest.raises(ValueError, match="scale") as caught:
+            reader.slice(name, index=index)
+    for message in messages:
+        assert message in str(caught.value)
+
+
+FINE: dict[str, tuple[dict[str, Tensor], dict, float]] = {
+    "a block of zeros with scale 0": (fp8(0.0, 0.0), FP8, 0.0),
+    "a block of zeros with a scale too large": (fp8(3e38, 0.0), FP8, 0.0),
+    "the largest scale of small codes": (fp8(2.0**127, 1.0), FP8, 2.0**127),
+    "the smallest of e8m0": (mxfp4_with(0), MXFP4, 6 * 2.0**-127),
+}
+
+
+@pytest.mark.parametrize("case", FINE)
+def test_values_that_the_dtype_has_are_none(tmp_path, case):
+    tensors, entry, expected = FINE[case]
+    with open_checkpoint(tmp_path, write(tmp_path, tensors, entry)) as reader:
+        [name] = reader.tensors
+        assert reader.slice(name).flatten()[-1].item() == expected
+
+
+def test_a_group_too_small_for_e4m3_is_0(tmp_path):
+    """Published NVFP4 has such groups beside others: 0 is the nearest scale there is."""
+    tensors = nvfp4(1.0, 1.0)
+    tensors["a.weight_scale"].view(torch.uint8)[-1, -1] = 0
+    with open_checkpoint(tmp_path, write(tmp_path, tensors, NVFP4)) as reader:
+        assert reader.slice("a.weight").count_nonzero() == 0
+
+
+def test_only_what_is_read_is_checked(tmp_path):
+    with open_checkpoint(tmp_path, write(tmp_path, fp8(3e38), FP8)) as reader:
+        assert reader.slice("a.weight", slice(0, 19), slice(0, 20)).count_nonzero() == 0
+        with pytest.raises(ValueError, match=r"code 448 times scale 3e\+38 .* at \[19, 19\] and 1 places"):
+            reader.slice("a.weight", slice(17, 20), slice(3, 20))

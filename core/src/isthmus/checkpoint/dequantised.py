@@ -16,6 +16,7 @@ from isthmus.checkpoint.header import TensorInfo
 from isthmus.checkpoint.reader import CheckpointReader, bounds
 from isthmus.quant.codec import CODES, Quantised, dequantise
 from isthmus.quant.find import find_or_refuse
+from isthmus.quant.ranges import Scales, check_parts, check_values, scales_of
 from isthmus.quant.settings import plain_dtype
 
 type Span = slice | None
@@ -63,8 +64,8 @@ class DequantisedReader:
         self.dtype = dtype
         self.tensors: Mapping[str, TensorInfo] = MappingProxyType(logical(stored.tensors, quantised, dtype))
         self.bytes_read = 0  # bytes of dequantised tensors handed out by `slice`
-        self._last: tuple[str, int | None] | None = None  # the matrix of `_grids`
-        self._grids: tuple[Tensor, Tensor | None] | None = None
+        self._last: tuple[str, int | None] | None = None  # the matrix of `_scales`
+        self._scales: Scales | None = None
 
     def slice(
         self,
@@ -77,7 +78,7 @@ class DequantisedReader:
     ) -> Tensor:
         """`tensor[index]` where given, then its `[rows, cols]`; as :meth:`CheckpointReader.slice`.
 
-        ValueError where a code or a scale in it is NaN or Inf.
+        ValueError where a code or a scale in it is NaN or Inf, or a value is out of the dtype's range.
         """
         item = self.quantised.get(name)
         if item is None:
@@ -139,39 +140,31 @@ class DequantisedReader:
         words = slice(col // word, -(-(col + width) // word))
         codes = self.stored.slice(item.codes, slice(row, row + height), words, index)
         if (item.name, index) != self._last:
-            self._grids, self._last = self._scales(item, index), (item.name, index)
-        assert self._grids is not None
+            self._scales, self._last = self._read_scales(item, index), (item.name, index)
+        scales = self._scales
+        assert scales is not None
         if out is None or out.shape != (height, width):
             out = torch.empty(height, width, dtype=self.dtype)
         try:
-            return dequantise(
-                item.codec,
-                item.block,
-                codes,
-                self._grids,
-                out,
-                row=row,
-                col=col,
-            )
+            dequantise(item.codec, item.block, codes, scales.grids, out, row=row, col=col)
+            check_values(item, codes, scales, out, row=row, col=col)
+            return out
         except ValueError as error:
             raise ValueError(f"{self.folder}: {item.codes}: {error}") from error
 
-    def _scales(self, item: Quantised, index: int | None) -> tuple[Tensor, Tensor | None]:
+    def _read_scales(self, item: Quantised, index: int | None) -> Scales:
         if stated := item.beside.get("_shape"):  # compressed-tensors': the header cannot tell it for certain
             shape = self.stored.slice(stated).tolist()
             if shape != list(item.shape[-2:]):
                 raise ValueError(f"{self.folder}: {stated} says {shape}, {item.codes} holds {item.shape}")
-        grids = item.codec.grids(small_parts(item, self.stored, index))
-        if not torch.isfinite(grids[0]).all():
-            names = ", ".join(name for role, name in item.parts.items() if role != CODES)
-            raise ValueError(f"{self.folder}: {names}: a scale is NaN or Inf")
-        return grids
+        return scales_of(item, small_parts(item, self.stored, index), self.dtype)
 
 
 def small_parts(item: Quantised, stored: Any, index: int | None) -> dict[str, Tensor]:
     """The parts beside the codes of a matrix, each in the shape that its codec gives it.
 
-    `stored` has `tensors` and `slice` of :class:`CheckpointReader`.
+    `stored` has `folder`, `tensors` and `slice` of :class:`CheckpointReader`. ValueError: a scale is NaN,
+    Inf or negative.
     """
     *_, rows, cols = item.shape
     found = {}
@@ -181,4 +174,8 @@ def small_parts(item: Quantised, stored: Any, index: int | None) -> dict[str, Te
         name = item.parts[role]
         shared = prod(stored.tensors[name].shape) == prod(shape)  # by all matrices of a stack
         found[role] = stored.slice(name, index=None if shared else index).reshape(shape)
+    try:
+        check_parts(item, found)
+    except ValueError as error:
+        raise ValueError(f"{stored.folder}: {error}") from error
     return found

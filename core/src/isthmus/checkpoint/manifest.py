@@ -65,12 +65,12 @@ class StoredScales:
     """The stored tensors of a quantised checkpoint: all by name, those that are no codes with their data."""
 
     def __init__(self, folder: Path, tensors: Mapping[str, TensorInfo]) -> None:
-        self._folder = folder / SCALES
+        self.folder = folder / SCALES
         self.tensors = tensors
 
     @cached_property
     def _reader(self) -> CheckpointReader:
-        return CheckpointReader(self._folder)
+        return CheckpointReader(self.folder)
 
     def slice(self, name: str, *, index: int | None = None) -> torch.Tensor:
         """A scale, or matrix `index` of a stack of them."""

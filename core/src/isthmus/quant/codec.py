@@ -41,6 +41,7 @@ class Codec(ABC):
 
     label: str
     word: int = 1  # values along a row in the smallest piece of `codes` that can be read
+    largest: float  # the size of the outermost code, less the zero point
     unit: float = 1.0  # what decoded numbers are still to be multiplied by
 
     @abstractmethod
@@ -110,7 +111,9 @@ def dequantise(
     if rows == 0 or cols == 0:
         return out
     scale, zero = grids
-    scale = scale * codec.unit if codec.unit != 1 else scale
+    unit = codec.unit
+    if unit != 1 and torch.isfinite(scaled := scale * unit).all():
+        scale, unit = scaled, 1.0
     skipped = col % codec.word
     step = max(1, CHUNK // (codes[0].numel() * codec.word))
     if step > block[0]:
@@ -121,6 +124,8 @@ def dequantise(
             numbers = numbers[:, : skipped + cols].contiguous()
         if zero is not None:
             apply_(Tensor.sub_, numbers, zero, block, row + first, col - skipped)
+        if unit != 1:
+            numbers.mul_(unit)
         apply_(Tensor.mul_, numbers, scale, block, row + first, col - skipped)
         out[first : first + step].copy_(numbers[:, skipped:] if skipped else numbers)
     return out

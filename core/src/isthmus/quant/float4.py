@@ -33,6 +33,7 @@ class Float4(Codec):
     """e2m1 codes in bytes; what scales them is the subclass's."""
 
     word = 2
+    largest = 6.0
 
     def decode(self, codes: Tensor) -> Tensor:
         bytes_ = codes.reshape(len(codes), -1).view(torch.uint8)

@@ -25,6 +25,7 @@ class Float8(Codec):
     def __init__(self, dtype: torch.dtype, power: bool = False) -> None:
         self.dtype, self.power = dtype, power
         self.label = f"FP8 {DTYPES[dtype]}"
+        self.largest = torch.finfo(dtype).max
         # Decoded by putting the bits where float16 has them, which torch converts many times faster. e5m2 is
         # float16's upper half; e4m3 has an exponent of four bits there, biased by 7 instead of 15.
         self.unit = 256.0 if dtype == torch.float8_e4m3fn else 1.0
@@ -46,14 +47,13 @@ class Float8(Codec):
         return scratch(torch.float32, *codes.shape).copy_(bits.view(torch.float16))
 
     def encode(self, numbers: Tensor) -> Tensor:
-        largest = torch.finfo(self.dtype).max
-        return numbers.clamp(-largest, largest).to(self.dtype)
+        return numbers.clamp(-self.largest, self.largest).to(self.dtype)
 
     def grids(self, parts: Mapping[str, Tensor]) -> tuple[Tensor, None]:
         return parts["scale"].float(), None
 
     def fresh(self, low: Tensor, high: Tensor, dtypes: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
-        largest = torch.maximum(-low, high) / torch.finfo(self.dtype).max
+        largest = torch.maximum(-low, high) / self.largest
         scale = largest.where(largest > 0, 1.0)
         if self.power or dtypes["scale"] == torch.float8_e8m0fnu:
             scale = powers_of_two(scale)

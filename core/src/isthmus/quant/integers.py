@@ -26,6 +26,7 @@ class Integers(Codec):
         self.label = f"INT{bits}{' with zero points' if zero else ''}"
         self.word = 32 // bits if packed else 1
         self.half = 2 ** (bits - 1)
+        self.largest = 2.0**bits - 1 if zero else float(self.half)
 
     def shapes(self, rows: int, cols: int, block: Block) -> dict[str, tuple[int, ...]]:
         groups = grid_shape(rows, cols, block)

@@ -1,0 +1,86 @@
+"""Whether scales can be what they say: finite, not negative, neither too large nor too small for the dtype.
+
+All is seen from the scales, which are few; codes are looked at again only where the scales leave a doubt.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from isthmus.quant.codec import CODES, Quantised, dequantise
+
+
+@dataclass(frozen=True, slots=True)
+class Scales:
+    """The scales and zero points of all blocks of a matrix, and what may go wrong with them in a dtype."""
+
+    scale: Tensor
+    zero: Tensor | None
+    large: bool  # the outermost code is too large for the dtype in some block
+    lost: Tensor | None  # blocks in which every code would be 0; None where there are none
+
+    @property
+    def grids(self) -> tuple[Tensor, Tensor | None]:
+        """As :meth:`Codec.grids`."""
+        return self.scale, self.zero
+
+
+def check_parts(item: Quantised, parts: Mapping[str, Tensor]) -> None:
+    """ValueError where a scale among `parts` is NaN, Inf or negative, or the product of two is."""
+    for role, part in parts.items():
+        if role == CODES or not part.is_floating_point():
+            continue
+        numbers = part.float()
+        if not torch.isfinite(numbers).all():
+            raise ValueError(f"{item.parts[role]}: a scale is NaN or Inf")
+        if (numbers < 0).any():
+            raise ValueError(f"{item.parts[role]}: a scale is negative: {numbers.min().item():g}")
+    if not torch.isfinite(item.codec.grids(parts)[0]).all():
+        raise ValueError(f"{' with '.join(_scale_names(item))}: a scale is NaN or Inf")
+
+
+def scales_of(item: Quantised, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Scales:
+    """The scales of a matrix from its `parts` beside the codes, for values in `dtype`."""
+    scale, zero = item.codec.grids(parts)
+    largest = scale.double() * item.codec.largest
+    lost = (largest.to(dtype) == 0) & ~_rounded_to_zero(parts)
+    large = bool((largest > torch.finfo(dtype).max).any())
+    return Scales(scale, zero, large, lost if lost.any() else None)
+
+
+def check_values(
+    item: Quantised, codes: Tensor, scales: Scales, values: Tensor, *, row: int, col: int
+) -> None:
+    """ValueError where `values`, of `codes` from (`row`, `col`) on, have Inf, or 0 for another code."""
+    wrong = values.isinf() if scales.large else None
+    what = f"is more than {values.dtype} has ({torch.finfo(values.dtype).max:g})"
+    numbers = torch.empty(values.shape)
+    at = {"row": row, "col": col}
+    if (wrong is None or not wrong.any()) and scales.lost is not None:
+        lost = dequantise(item.codec, item.block, codes, (scales.lost.float(), scales.zero), numbers, **at)
+        wrong, what = lost != 0, f"is 0 in {values.dtype}, as all codes of its block would be"
+    if wrong is None or not wrong.any():
+        return
+    dequantise(item.codec, item.block, codes, (torch.ones_like(scales.scale), scales.zero), numbers, **at)
+    i, j = wrong.nonzero()[0].tolist()
+    code = numbers[i, j].item()
+    scale = scales.scale[(row + i) // item.block[0], (col + j) // item.block[1]].item()
+    low, high = (number.item() for number in scales.scale.aminmax())
+    raise ValueError(
+        f"code {code:g} times scale {scale:g} = {code * scale:g} {what}, at [{row + i}, {col + j}] and"
+        f" {int(wrong.sum())} places in all; the scales are from {low:g} to {high:g}. Download"
+        f" {' and '.join(_scale_names(item))} again, or state a dtype that has such values in config.json"
+    )
+
+
+def _scale_names(item: Quantised) -> list[str]:
+    return [name for role, name in item.parts.items() if role not in (CODES, "zero")]
+
+
+def _rounded_to_zero(parts: Mapping[str, Tensor]) -> Tensor:
+    """Groups of NVFP4 whose own scale is 0, since e4m3 has no smaller one; none where all are 0."""
+    scale = parts["scale"]
+    zero = scale.float() == 0
+    return zero & (scale.dtype == torch.float8_e4m3fn and not bool(zero.all()))
