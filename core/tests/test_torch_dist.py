@@ -118,7 +118,7 @@ def test_a_field_that_no_argument_can_express_is_named() -> None:
 def test_the_tracker_says_which_checkpoint_is_the_newest(tmp_path: Path, word: str, name: str) -> None:
     for folder in ("release", "iter_0000000", "iter_0000100"):
         (tmp_path / folder).mkdir()
-        (tmp_path / folder / "metadata.json").write_text("{}")
+        (tmp_path / folder / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
     (tmp_path / "latest_checkpointed_iteration.txt").write_text(word)
     assert latest(tmp_path) == tmp_path / name
     assert latest(tmp_path / name) == tmp_path / name

@@ -41,6 +41,7 @@ class AutoBridge:
         self.folder = folder
         self._weights: tuple[Any, WeightMap] | None = None
         self.choices: dict[str, Any] = {}  # config fields that another than the checkpoint decides
+        self.megatron_dir: Path | None = None  # the Megatron folder that the choices were recorded in
 
     @classmethod
     def from_hf_pretrained(
@@ -93,7 +94,7 @@ class AutoBridge:
             config = HFConfig.from_text(manifest.config_text)
             bridge = cls(registry.family(config.model_type), config, folder=Path(megatron_dir) / HF)
             bridge.config_text, bridge.reader = manifest.config_text, manifest
-        bridge.choices = recorded_choices(megatron_dir)
+        bridge.choices, bridge.megatron_dir = recorded_choices(megatron_dir), Path(megatron_dir)
         return bridge
 
     @cached_property
@@ -133,11 +134,15 @@ class AutoBridge:
         """
         from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
+        from isthmus.checkpoint.megatron_folder import check_recorded
+
         module, _, name = self.family.config_class.partition(":")
         config_class = getattr(importlib.import_module(module), name)
         kind = (
             MLATransformerConfig if self.megatron_fields.get("multi_latent_attention") else TransformerConfig
         )
+        if self.megatron_dir is not None:
+            check_recorded(self.megatron_dir, self.choices, config_class)
         of_model = {field.name for field in dataclasses.fields(config_class) if field.init}
         of_transformer = {field.name for field in dataclasses.fields(kind) if field.init}
         overrides = with_dtypes(overrides)

@@ -17,19 +17,25 @@ A run that loads the folder and saves into it adds to it, and the folder stays e
 import dataclasses
 import importlib.metadata
 import json
+import re
+import reprlib
 import shlex
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from isthmus.built import fields_of
 from isthmus.checkpoint.folder import Staging, carry_side_files
 from isthmus.checkpoint.manifest import save_manifest, save_scales
+from isthmus.json_text import parse_json
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
 ARGUMENTS = "megatron_args.txt"
 HF = "hf"
 NOTE = "isthmus.json"
+METADATA = "metadata.json"  # of Megatron, in each checkpoint: its format
+AGAIN = "copy the folder again, or import the checkpoint again"
 
 
 def check_folder(folder: str | Path) -> None:
@@ -49,24 +55,67 @@ def check_folder(folder: str | Path) -> None:
 def latest(folder: str | Path) -> Path:
     """The newest distributed checkpoint in a Megatron folder, which may also be that checkpoint itself."""
     folder = Path(folder)
-    if (folder / "metadata.json").is_file():
-        return folder
+    if (folder / METADATA).is_file():
+        return _of_torch_dist(folder)
     if not (folder / TRACKER).is_file():
         raise FileNotFoundError(f"{folder} has no {TRACKER}; give the folder of Megatron's --save")
-    word = (folder / TRACKER).read_text(encoding="utf-8").strip()
-    path = folder / (f"iter_{int(word):07d}" if word.isdigit() else word)
-    if not (path / "metadata.json").is_file():
+    tracker = folder / TRACKER
+    word = tracker.read_bytes().decode(errors="replace").strip()
+    number = re.fullmatch("[0-9]{1,18}", word)
+    if not number and word != RELEASE:
         raise ValueError(
-            f"{folder / TRACKER} says {word!r}, and {path} is not a complete torch_dist checkpoint;"
+            f"{tracker} says {reprlib.repr(word)}, expected {RELEASE!r} or the number of an iteration; write"
+            " there which of the folder's checkpoints is the newest"
+        )
+    path = folder / (f"iter_{int(word):07d}" if number else word)
+    if not (path / METADATA).is_file():
+        raise ValueError(
+            f"{tracker} says {word!r}, and {path} is not a complete torch_dist checkpoint;"
+            " save with --ckpt-format torch_dist, or copy the folder again"
+        )
+    return _of_torch_dist(path)
+
+
+def _of_torch_dist(path: Path) -> Path:
+    """The path of a checkpoint. ValueError where its metadata.json does not say that it is torch_dist."""
+    file = path / METADATA
+    try:
+        backend = parse_json(file.read_text(encoding="utf-8"))["sharded_backend"]
+    except (ValueError, TypeError, LookupError) as error:
+        raise ValueError(f"{file} is damaged: it names no sharded_backend; copy the folder again") from error
+    if backend != "torch_dist":
+        raise ValueError(
+            f"{file} says sharded_backend={backend!r}, and only torch_dist can be read;"
             " save with --ckpt-format torch_dist"
         )
     return path
 
 
-def recorded_choices(folder: str | Path) -> dict[str, Any]:
-    """Config fields of the family's own that the import recorded; empty where there was no import."""
+def recorded_choices(folder: str | Path) -> dict[str, str]:
+    """Config fields of the family's own that the import recorded; empty where there was no import.
+
+    ValueError where the record is damaged.
+    """
     note = Path(folder) / NOTE
-    return json.loads(note.read_text(encoding="utf-8"))["fields"] if note.is_file() else {}
+    if not note.is_file():
+        return {}
+    try:
+        content = parse_json(note.read_text(encoding="utf-8"))
+        fields = content.get("fields") if isinstance(content, dict) else None
+        if not isinstance(fields, dict) or not all(isinstance(value, str) for value in fields.values()):
+            raise ValueError(f"fields={reprlib.repr(fields)}, expected an object of names")
+    except ValueError as error:
+        raise ValueError(f"{note} is damaged: {error}; {AGAIN}") from error
+    return fields
+
+
+def check_recorded(folder: str | Path, choices: Iterable[str], config_class: type) -> None:
+    """ValueError where the import cannot have recorded these choices: `config_class` adds no such fields."""
+    if unknown := sorted(set(choices) - set(own_fields(config_class))):
+        raise ValueError(
+            f"{Path(folder) / NOTE} is damaged: {config_class.__name__} adds no field"
+            f" {', '.join(unknown)}; {AGAIN}"
+        )
 
 
 def describe(bridge: Any, config: Any, staging: Staging) -> list[str]:
@@ -91,15 +140,19 @@ def describe(bridge: Any, config: Any, staging: Staging) -> list[str]:
 
 
 def _note(config: Any) -> dict[str, Any]:
-    from megatron.training.models.gpt import GPTModelConfig
-
-    megatron = {field.name for field in dataclasses.fields(GPTModelConfig)}
-    own = [field.name for field in dataclasses.fields(config) if field.name not in megatron]
     return {
         "isthmus": importlib.metadata.version("isthmus-core"),
         "megatron-core": importlib.metadata.version("megatron-core"),
-        "fields": {name: getattr(config, name) for name in own},
+        "fields": {name: getattr(config, name) for name in own_fields(type(config))},
     }
+
+
+def own_fields(config_class: type) -> list[str]:
+    """Names of the fields that a family's config class adds to Megatron's GPT model config."""
+    from megatron.training.models.gpt import GPTModelConfig
+
+    megatron = {field.name for field in dataclasses.fields(GPTModelConfig)}
+    return [field.name for field in dataclasses.fields(config_class) if field.name not in megatron]
 
 
 def _write(path: Path, text: str) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from isthmus.checkpoint.damage import check_files, refused
 from isthmus.checkpoint.dtypes import main_dtype, rounds
 from isthmus.checkpoint.folder import Staging
 from isthmus.checkpoint.gather import from_all, from_first, on_every_rank
@@ -61,16 +62,22 @@ def write(
 def read(chunks: Sequence[nn.Module], folder: Path) -> None:
     """Fill the model from a Megatron folder's newest checkpoint, whatever layout saved it.
 
-    ValueError lists the tensors that only one side has, and roundings.
+    ValueError lists the tensors that only one side has, and roundings; or names what is damaged.
     """
     from megatron.core import dist_checkpointing
 
     path = str(latest(folder))
-    content: Any = dist_checkpointing.load_content_metadata(path) or {}  # a dict, unlike its annotation
+    with refused(path):
+        content: Any = dist_checkpointing.load_content_metadata(path) or {}  # a dict, unlike its annotation
     states = _sharded(chunks, content)
     saved = {name: info.dtype for name, info in saved_tensors(folder).items()}
     _check(_sharded(chunks, content), saved, path)
-    loaded: Any = dist_checkpointing.load(states, path)
+
+    def load() -> Any:
+        with refused(path):
+            return dist_checkpointing.load(states, path)
+
+    loaded = on_every_rank(load)
     for key, chunk in zip(states, chunks, strict=True):
         unwrapped(chunk).load_state_dict(loaded[key], strict=False)  # absent: extra state only, see _check
 
@@ -91,7 +98,9 @@ def saved_tensors(folder: str | Path) -> dict[str, TensorInfo]:
     from megatron.core import dist_checkpointing
 
     path = str(latest(folder))
-    saved: dict[str, Any] = dist_checkpointing.load_tensors_metadata(path)
+    check_files(path)
+    with refused(path):
+        saved: dict[str, Any] = dist_checkpointing.load_tensors_metadata(path)
     found = {}
     for name, tensor in saved.items():
         if not name.startswith(BESIDES):
@@ -141,7 +150,10 @@ def saved_fields(folder: str | Path, names: Iterable[str]) -> dict[str, Any]:
 
     from isthmus.checkpoint.megatron_arguments import fields
 
-    args = dist_checkpointing.load_common_state_dict(str(latest(folder))).get("args")
+    path = str(latest(folder))
+    check_files(path)
+    with refused(path):
+        args = dist_checkpointing.load_common_state_dict(path).get("args")
     return {} if not hasattr(args, "num_layers") else fields(vars(args), names)
 
 
