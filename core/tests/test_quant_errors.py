@@ -418,3 +418,78 @@ def test_only_what_is_read_is_checked(tmp_path):
         assert reader.slice("a.weight", slice(0, 19), slice(0, 20)).count_nonzero() == 0
         with pytest.raises(ValueError, match=r"code 448 times scale 3e\+38 .* at \[19, 19\] and 1 places"):
             reader.slice("a.weight", slice(17, 20), slice(3, 20))
+
+
+FIELDS: dict[str, tuple[object, str]] = {
+    "a section": ("fp8", "quantization_config='fp8', expected an object"),
+    "a section, a list": ([1], "quantization_config=[1], expected an object"),
+    **{
+        f"blocks {value}": (
+            {**FP8, "weight_block_size": value},
+            f"quantization_config.weight_block_size={value!r}, expected a list of two whole numbers",
+        )
+        for value in ([48.9, 48.9], ["48", "48"], [48, 48, 48], [0, 0], [-1, 4], [48], [], 48, {"a": 1}, True)
+    },
+    **{
+        f"exceptions {value}": (
+            {**FP8, "modules_to_not_convert": value},
+            f"quantization_config.modules_to_not_convert={value!r}, expected a list of module names",
+        )
+        for value in ("lm_head", {"lm_head": 1}, 3, [["a"]], ["re:("])
+    },
+    "ignore": (int4() | {"ignore": "lm_head"}, "quantization_config.ignore='lm_head', expected a list"),
+    "scale_fmt": ({**FP8, "scale_fmt": ["x"]}, "quantization_config.scale_fmt=['x'], expected a name"),
+    "fmt": ({**FP8, "fmt": 3}, "quantization_config.fmt=3, expected e4m3 or e5m2"),
+    "group size of NVFP4": ({**NVFP4, "group_size": "16"}, "quantization_config.group_size='16', expected"),
+    "groups": ({**int4(), "config_groups": [1]}, "config_groups=[1], expected an object"),
+    "a group": ({**int4(), "config_groups": {"g": 3}}, "config_groups.g=3, expected an object"),
+    "group size": (int4(group_size=32.5), "group_0.weights.group_size=32.5, expected a whole number"),
+    "no group size": (int4(group_size=None), "group_0.weights.group_size=None, expected a whole number"),
+    "bits": (int4(num_bits="4"), "group_0.weights.num_bits='4', expected a whole number"),
+    "structure": (
+        int4(strategy="block", block_structure="16x16"),
+        "weights.block_structure='16x16', expected a list of two",
+    ),
+    "symmetric": (int4(symmetric="yes"), "group_0.weights.symmetric='yes', expected true or false"),
+}
+
+
+@pytest.mark.parametrize("case", FIELDS)
+def test_a_field_that_cannot_be_read_is_named(tmp_path, case):
+    entry, message = FIELDS[case]
+    with pytest.raises(ValueError, match="expected") as caught:
+        open_checkpoint(tmp_path, write(tmp_path, good(), entry))  # type: ignore[arg-type]
+    assert message in str(caught.value)
+
+
+def test_all_fields_that_cannot_be_read_are_in_one_error(tmp_path):
+    entry = {**FP8, "weight_block_size": 48, "scale_fmt": 3}
+    with pytest.raises(ValueError, match="weight_block_size=48") as caught:
+        open_checkpoint(tmp_path, write(tmp_path, good(), entry))
+    assert "scale_fmt=3" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("entry", "found"),
+    [
+        ("layers.1", True),
+        ("layers.1.up", True),
+        ("re:layers.*up", True),
+        ("re:.*down$", True),
+        ("layers.1*", True),
+        ("layers", True),
+        ("layers.1.u", False),
+        ("up", False),
+        ("re:up", False),
+        ("re:.*gate$", False),
+        ("ayers.?.up", False),
+    ],
+)
+def test_an_entry_names_modules_as_its_syntax_says(tmp_path, entry, found):
+    config = write(tmp_path, good(), {**FP8, "modules_to_not_convert": [entry]})
+    if found:
+        with pytest.raises(ValueError, match="quantization_config says that it is not") as caught:
+            open_checkpoint(tmp_path, config)
+        assert f"entry {entry}" in str(caught.value)
+    else:
+        open_checkpoint(tmp_path, config).close()

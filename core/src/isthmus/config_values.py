@@ -8,7 +8,7 @@ import math
 import re
 import reprlib
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 MOST_LAYERS = 10_000  # a slip of the finger here would be a list that fills the memory
@@ -81,11 +81,25 @@ def check_values(raw: Mapping[str, Any], path: str = "") -> None:
 
     The entries of rope's sections are checked too; `path` is what stands before the names, "text_config.".
     """
-    wrong = list(_misfits(raw, path))
+    raise_any(list(_misfits(raw, path)))
+
+
+def raise_any(wrong: Sequence[str]) -> None:
+    """ValueError that lists what is wrong with values of config.json, if anything is."""
     if len(wrong) == 1:
         raise ValueError(f"config.json: {wrong[0]}")
     if wrong:
         raise ValueError("config.json has values that its fields cannot have:\n  " + "\n  ".join(wrong))
+
+
+def misfits(
+    raw: Mapping[str, Any], kinds: Mapping[str, Kind], path: str, needed: Container[str] = ()
+) -> Iterator[str]:
+    """Each value of `raw` that its field cannot have, in words; null is absence, but for `needed` fields."""
+    for key, kind in kinds.items():
+        value = raw.get(key)
+        if not kind.holds(value) and (value is not None or key in needed):
+            yield f"{path}{key}={reprlib.repr(value)}, expected {kind.words}"
 
 
 def _misfits(raw: Mapping[str, Any], path: str) -> Iterator[str]:

@@ -14,6 +14,7 @@ from isthmus.checkpoint.dtypes import name_of
 from isthmus.checkpoint.header import Defects, TensorInfo
 from isthmus.quant import float4, float8, integers
 from isthmus.quant.codec import Quantised
+from isthmus.quant.fields import names_module
 from isthmus.quant.layout import Checkpoint
 from isthmus.quant.settings import Settings, read_settings
 
@@ -57,7 +58,7 @@ def find(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> Found:
     found = Found()
     try:
         found.settings = read_settings(config)
-    except (ValueError, KeyError, TypeError) as error:
+    except ValueError as error:
         found.problem = str(error)
     checkpoint = Checkpoint(tensors, found.settings, found.defects)
     if found.settings is not None:
@@ -75,12 +76,17 @@ def find(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> Found:
             found.raw.setdefault(name_of(info.dtype), []).append(name)
         elif found.settings is not None and name.endswith(_ORPHANS):
             found.defects.add("a scale of no quantised tensor", name)
-    for item in found.quantised.values():
-        module = item.name.removesuffix(".weight")
-        if found.settings is not None and module in found.settings.left:
-            what = f"quantised, and {found.settings.key} says that it is not"
-            found.defects.add(what, item.name)
+    if found.settings is not None:
+        _check_left(found, found.settings)
     return found
+
+
+def _check_left(found: Found, settings: Settings) -> None:
+    """Notes what is quantised though the config says that it is not."""
+    for name in found.quantised:
+        module = name.removesuffix(".weight")
+        if entry := next((entry for entry in settings.left if names_module(entry, module)), None):
+            found.defects.add(f"quantised, and {settings.key} says that it is not", name, f"entry {entry}")
 
 
 def code_dtypes(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> list[str]:

@@ -6,6 +6,9 @@ from typing import Any
 
 import torch
 
+from isthmus.config_values import SECTION, misfits, raise_any
+from isthmus.quant.fields import LEFT, wrong_fields
+
 KEYS = ("quantization_config", "compression_config")
 METHODS = ("fp8", "mxfp4", "compressed-tensors", "modelopt")  # quant_method of what can be read
 
@@ -29,7 +32,7 @@ class Settings:
     key: str  # where it stands, dotted
     method: str
     weights: tuple[Numbers, ...] = ()
-    left: frozenset[str] = frozenset()  # modules that are said not to be quantised
+    left: tuple[str, ...] = ()  # the modules that are said not to be quantised, as the config names them
     power_scales: bool = False  # new scales are powers of two
     raw: Mapping[str, Any] = field(default_factory=dict)
 
@@ -42,7 +45,7 @@ def entries(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Dotted key -> value of every quantisation entry of a config and of the configs in it."""
     found = {}
     for key, value in config.items():
-        if key in KEYS and value:
+        if key in KEYS and value is not None and value != {}:
             found[prefix + key] = value
         elif isinstance(value, Mapping):
             found |= entries(value, f"{prefix}{key}.")
@@ -62,17 +65,15 @@ def read_settings(config: Mapping[str, Any]) -> Settings | None:
     key, entry = next(iter(found.items()))
     if any(other != entry for other in found.values()):
         raise ValueError(f"config.json says twice how it is quantised: {', '.join(found)}. Keep the true one")
+    raise_any(list(misfits({key: entry}, {key: SECTION}, "")))
     method = method_of(entry)
     if method not in METHODS:
         raise ValueError(
             f"config.json has {key} ({method}): this checkpoint is quantised in a way that is not known here"
             f" (known: {', '.join(METHODS)}). Use the bfloat16 release of the model, or dequantise it first"
         )
-    left = frozenset(
-        name
-        for field_name in ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules")
-        for name in entry.get(field_name) or ()
-    )
+    raise_any(wrong_fields(method, entry, key))
+    left = tuple(dict.fromkeys(name for spelling in LEFT for name in entry.get(spelling) or ()))
     power = entry.get("scale_fmt") == "ue8m0"
     return Settings(key, method, tuple(_weights(method, entry)), left, power, entry)
 
@@ -91,19 +92,19 @@ def plain_dtype(config: Mapping[str, Any]) -> torch.dtype:
 def _weights(method: str, entry: Mapping[str, Any]) -> Iterator[Numbers]:
     if method == "fp8":
         block = entry.get("weight_block_size")
-        size = None if block is None else (int(block[0]), int(block[1]))
+        size = None if block is None else (block[0], block[1])
         yield Numbers("float", 8, "block" if size else None, size, fmt=entry.get("fmt"))
         yield Numbers("float", 4, "group", (1, 32))  # experts, beside it (`expert_dtype`)
     elif method == "mxfp4":
         yield Numbers("float", 4, "group", (1, 32))
     elif method == "modelopt":
-        group = int(entry.get("group_size") or 16)
+        group = entry.get("group_size") or 16
         if str(entry.get("quant_algo", "NVFP4")).upper() != "FP8":
             yield Numbers("float", 4, "group", (1, group))
         yield Numbers("float", 8, "tensor")
     else:
         for group in (entry.get("config_groups") or {}).values():
-            if stored := group.get("weights"):
+            if stored := (group or {}).get("weights"):
                 yield _of_group(stored)
 
 
@@ -112,9 +113,9 @@ def _of_group(said: Mapping[str, Any]) -> Numbers:
     strategy = said.get("strategy")
     block = None
     if strategy in ("group", "tensor_group"):
-        block = (1, int(said["group_size"]))
+        block = (1, said["group_size"])
     elif strategy == "block":
         rows, cols = said["block_structure"]
-        block = (int(rows), int(cols))
+        block = (rows, cols)
     kind = "group" if strategy == "tensor_group" else strategy
-    return Numbers(str(said.get("type", "int")), int(said["num_bits"]), kind, block, said.get("symmetric"))
+    return Numbers(str(said.get("type", "int")), said["num_bits"], kind, block, said.get("symmetric"))
