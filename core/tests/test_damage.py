@@ -109,3 +109,9 @@ def test_a_damaged_record_of_the_import_is_named(tmp_path: Path, content: bytes)
     (tmp_path / "isthmus.json").write_bytes(content)
     with pytest.raises(ValueError, match=r"isthmus\.json is damaged: .*import the checkpoint again"):
         recorded_choices(tmp_path)
+
+
+def test_a_record_may_not_overrule_the_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "isthmus.json").write_text(json.dumps({"fields": {"num_layers": "2"}}))
+    with pytest.raises(ValueError, match=r"isthmus\.json is damaged: num_layers is the checkpoint's to say"):
+        recorded_choices(tmp_path, ["num_layers"])

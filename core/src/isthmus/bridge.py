@@ -94,7 +94,8 @@ class AutoBridge:
             config = HFConfig.from_text(manifest.config_text)
             bridge = cls(registry.family(config.model_type), config, folder=Path(megatron_dir) / HF)
             bridge.config_text, bridge.reader = manifest.config_text, manifest
-        bridge.choices, bridge.megatron_dir = recorded_choices(megatron_dir), Path(megatron_dir)
+        bridge.choices = recorded_choices(megatron_dir, bridge.megatron_fields)
+        bridge.megatron_dir = Path(megatron_dir)
         return bridge
 
     @cached_property

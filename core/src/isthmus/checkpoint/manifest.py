@@ -18,6 +18,7 @@ from isthmus.checkpoint.header import DTYPES, TensorInfo
 from isthmus.checkpoint.index import SINGLE
 from isthmus.checkpoint.reader import CheckpointReader
 from isthmus.checkpoint.writer import OutputTensor, ShardWriter
+from isthmus.config import HFConfig
 from isthmus.json_text import parse_json
 from isthmus.quant.codec import CODES, Quantised
 from isthmus.quant.find import find_or_refuse
@@ -126,6 +127,8 @@ def load_manifest(folder: str | Path) -> Manifest:
             dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
             nbytes = torch.Size(shape).numel() * dtype.itemsize
             tensors.append(TensorInfo(entry["name"], dtype, shape, entry["file"], 0, nbytes))
+        _ = HFConfig.from_text(content["config"]).model_type
         return Manifest(folder, content["config"], tensors)
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} cannot be used: {error}; import the checkpoint again") from error
+    except (ValueError, LookupError, TypeError) as error:
+        reason = f"{error} is missing or unknown" if isinstance(error, KeyError) else error
+        raise ValueError(f"{path} cannot be used: {reason}; import the checkpoint again") from error

@@ -91,10 +91,10 @@ def _of_torch_dist(path: Path) -> Path:
     return path
 
 
-def recorded_choices(folder: str | Path) -> dict[str, str]:
+def recorded_choices(folder: str | Path, decided: Iterable[str] = ()) -> dict[str, str]:
     """Config fields of the family's own that the import recorded; empty where there was no import.
 
-    ValueError where the record is damaged.
+    ValueError where the record is damaged, or has fields that the checkpoint has `decided`.
     """
     note = Path(folder) / NOTE
     if not note.is_file():
@@ -104,6 +104,8 @@ def recorded_choices(folder: str | Path) -> dict[str, str]:
         fields = content.get("fields") if isinstance(content, dict) else None
         if not isinstance(fields, dict) or not all(isinstance(value, str) for value in fields.values()):
             raise ValueError(f"fields={reprlib.repr(fields)}, expected an object of names")
+        if strange := sorted(fields.keys() & set(decided)):
+            raise ValueError(f"{', '.join(strange)} is the checkpoint's to say, not an import's")
     except ValueError as error:
         raise ValueError(f"{note} is damaged: {error}; {AGAIN}") from error
     return fields

@@ -11,6 +11,7 @@ from isthmus.checkpoint.dtypes import name_of
 from isthmus.checkpoint.export import ExportPlan, Piece
 from isthmus.checkpoint.folder import Staging, carry_side_files
 from isthmus.checkpoint.gather import agree, attempt, from_first
+from isthmus.checkpoint.manifest import SOURCE, Manifest
 from isthmus.checkpoint.requantise import Requantiser
 from isthmus.checkpoint.writer import (
     OutputTensor,
@@ -154,7 +155,9 @@ def _finish(
     staging.publish()
 
 
-def _check_names(outputs: Iterable[str], source: Any, coverage: Coverage, copied: Iterable[str]) -> None:
+def _check_names(
+    outputs: Mapping[str, OutputTensor], source: Any, coverage: Coverage, copied: Iterable[str]
+) -> None:
     """ValueError where the files to come would not hold exactly the source's tensors, less those dropped."""
     if source.folder is None:
         return
@@ -165,8 +168,15 @@ def _check_names(outputs: Iterable[str], source: Any, coverage: Coverage, copied
         problems.append("in the source, not exported: " + ", ".join(collapse(sorted(expected - found))))
     if found - expected:
         problems.append("exported, not in the source: " + ", ".join(collapse(sorted(found - expected))))
+    for name in sorted(outputs.keys() & expected):
+        shapes = tuple(source.reader.tensors[name].shape), tuple(outputs[name].shape)
+        if shapes[0] != shapes[1]:
+            problems.append(f"{name}: {shapes[0]} in the source, {shapes[1]} exported")
     if problems:
-        raise ValueError(f"the export would not match {source.folder}:\n  " + "\n  ".join(problems))
+        remembered = isinstance(source.reader, Manifest)
+        where = source.reader.folder / SOURCE if remembered else source.folder
+        step = "import the checkpoint again" if remembered else "give the checkpoint that the model is of"
+        raise ValueError(f"the export would not match {where}; {step}:\n  " + "\n  ".join(problems))
 
 
 def _owned(
