@@ -10,6 +10,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from isthmus.checkpoint.dequantised import open_checkpoint
+from isthmus.checkpoint.manifest import load_manifest, save_manifest, save_scales
+from isthmus.checkpoint.requantise import Requantiser
 
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [16, 16]}
 MXFP4 = {"quant_method": "mxfp4"}
@@ -493,3 +495,93 @@ def test_an_entry_names_modules_as_its_syntax_says(tmp_path, entry, found):
         assert f"entry {entry}" in str(caught.value)
     else:
         open_checkpoint(tmp_path, config).close()
+
+
+def experts(plain: list[str]) -> dict[str, Tensor]:
+    """Three layers of two FP8 experts, an attention and plain routers; `plain` are stored as numbers."""
+    kinds = ("mlp.experts.0.up", "mlp.experts.1.up", "attn.q")
+    found = {f"model.layers.{i}.mlp.gate.weight": torch.ones(4, 20).bfloat16() for i in range(3)}
+    for name in (f"model.layers.{i}.{kind}.weight" for i in range(3) for kind in kinds):
+        stored = {name: e4m3(20, 20), f"{name}_scale_inv": torch.ones(2, 2)}
+        found |= {name: torch.ones(20, 20).bfloat16()} if name in plain else stored
+    return found
+
+
+QUERY, EXPERT = "model.layers.1.attn.q.weight", "model.layers.2.mlp.experts.1.up.weight"
+
+
+@pytest.mark.parametrize("left", [{}, {"modules_to_not_convert": ["lm_head", "model.layers.0.mlp.gate"]}])
+@pytest.mark.parametrize("plain", [[QUERY], [EXPERT], [QUERY, EXPERT]])
+def test_numbers_where_the_config_says_codes_are_named(tmp_path, plain, left):
+    with pytest.raises(ValueError, match="plain numbers where quantization_config says codes") as caught:
+        open_checkpoint(tmp_path, write(tmp_path, experts(plain), {**FP8, **left}))
+    assert all(name in str(caught.value) for name in plain)
+    assert "gate" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("plain", "left"),
+    [
+        ([], {}),
+        ([QUERY], {"modules_to_not_convert": ["model.layers.1.attn.q"]}),
+        ([QUERY], {"modules_to_not_convert": ["model.layers.1.attn"]}),
+        ([QUERY], {"modules_to_not_convert": ["language_model.layers.1.attn.q"]}),
+        ([QUERY], {"ignore": ["re:.*layers.1.attn"]}),
+        ([QUERY], {"exclude_modules": ["model.layers.1.a*"]}),
+        # a layer that is plain as a whole, as MTP's are where a quantiser did not see them
+        (
+            [name for name in experts([]) if name.startswith("model.layers.2.") and name.endswith(".weight")],
+            {},
+        ),
+        # a kind that is plain in all layers
+        ([f"model.layers.{i}.attn.q.weight" for i in range(3)], {}),
+    ],
+)
+def test_numbers_that_a_release_may_leave_are_numbers(tmp_path, plain, left):
+    with open_checkpoint(tmp_path, write(tmp_path, experts(plain), {**FP8, **left})) as reader:
+        assert all(name in reader.tensors and name not in reader.quantised for name in plain)
+
+
+def scales_gone(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    folder.rmdir()
+
+
+def scales_empty(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"")
+
+
+def scales_with(name: str, scale: Tensor) -> Callable[[Path], None]:
+    kept = {n: t for n, t in good().items() if n.endswith("_scale_inv")}
+    return lambda folder: save_file(kept | {name: scale}, folder / "model.safetensors")
+
+
+SCALE = "layers.1.up.weight_scale_inv"
+DAMAGED: dict[str, tuple[Callable[[Path], None], str]] = {
+    "gone": (scales_gone, "scales"),
+    "empty": (scales_empty, "model.safetensors"),
+    "one missing": (
+        lambda folder: save_file({"x": torch.ones(1)}, folder / "model.safetensors"),
+        f"{SCALE} should be torch.float32 (5, 4), and is nothing",
+    ),
+    "another shape": (scales_with(SCALE, torch.ones(4, 4)), "(5, 4), and is torch.float32 (4, 4)"),
+    "NaN": (scales_with(SCALE, torch.full((5, 4), float("nan"))), f"{SCALE}: a scale is NaN or Inf"),
+    "negative": (scales_with(SCALE, -torch.ones(5, 4)), f"{SCALE}: a scale is negative: -1"),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGED)
+def test_kept_scales_that_are_gone_or_damaged_are_named(tmp_path, case):
+    damage, message = DAMAGED[case]
+    source, target = tmp_path / "hf", tmp_path / "megatron"
+    source.mkdir()
+    target.mkdir()
+    with open_checkpoint(source, write(source, good(), FP8)) as reader:
+        save_manifest(target, (source / "config.json").read_text(), reader.stored.tensors.values())
+        save_scales(target, reader)
+        values = reader.slice("layers.1.up.weight")
+    damage(target / "scales")
+    with pytest.raises(ValueError, match=r"scales, the source's scales, cannot be used") as caught:
+        list(Requantiser(load_manifest(target))("layers.1.up.weight", None, values))
+    for expected in (message, str(target / "scales"), "--hf", "import it again"):
+        assert expected in str(caught.value)

@@ -58,8 +58,14 @@ class Manifest:
         )
 
     def parts(self, name: str, index: int | None = None) -> dict[str, torch.Tensor]:
-        """As :meth:`DequantisedReader.parts`, without the codes."""
-        return small_parts(self.quantised[name], self.stored, index)
+        """As :meth:`DequantisedReader.parts`, without the codes. ValueError where they cannot be read."""
+        try:
+            return small_parts(self.quantised[name], self.stored, index)
+        except (ValueError, LookupError, OSError) as error:
+            raise ValueError(
+                f"{self.stored.folder}, the source's scales, cannot be used: {error}."
+                " Give the HF checkpoint (hf=..., --hf), or import it again"
+            ) from error
 
 
 class StoredScales:
@@ -74,7 +80,11 @@ class StoredScales:
         return CheckpointReader(self.folder)
 
     def slice(self, name: str, *, index: int | None = None) -> torch.Tensor:
-        """A scale, or matrix `index` of a stack of them."""
+        """A scale, or matrix `index` of a stack of them. ValueError where it is not as source.json says."""
+        stated, held = self.tensors[name], self._reader.tensors.get(name)
+        if held is None or (held.dtype, held.shape) != (stated.dtype, stated.shape):
+            has = "nothing" if held is None else f"{held.dtype} {held.shape}"
+            raise ValueError(f"{name} should be {stated.dtype} {stated.shape}, and is {has}")
         return self._reader.slice(name, index=index)
 
 

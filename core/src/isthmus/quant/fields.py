@@ -1,8 +1,9 @@
 """What the fields of a quantization_config may hold, and which modules its lists of exceptions name."""
 
 import re
-from collections.abc import Iterator, Mapping
-from fnmatch import fnmatchcase
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from fnmatch import translate
+from itertools import accumulate
 from typing import Any
 
 from isthmus.config_values import NAME, NAMES, SECTION, SIZE, SWITCH, Kind, misfits
@@ -67,14 +68,34 @@ def _wrong_groups(groups: Mapping[str, Any], path: str) -> Iterator[str]:
         yield from misfits(said, {**_WEIGHTS, **needed}, f"{path}{name}.weights.", needed)
 
 
-def names_module(entry: str, module: str) -> bool:
-    """Whether an entry of an exception list names a module, or one that it is part of.
+def exceptions(entries: Iterable[str]) -> Callable[[str], str | None]:
+    """Tells which of the entries names a module, or one that it is part of; None where none does.
 
     `re:` begins a regular expression from the name's beginning on, as in compressed-tensors; `*` and `?` are
     ModelOpt's.
     """
-    if entry.startswith("re:"):
-        return re.match(entry.removeprefix("re:"), module) is not None
-    if "*" in entry or "?" in entry:
-        return fnmatchcase(module, entry)
-    return module == entry or module.startswith(f"{entry}.")
+    names, patterns = set(), {}
+    for entry in entries:
+        if entry.startswith("re:"):
+            patterns[entry] = re.compile(entry.removeprefix("re:"))
+        elif "*" in entry or "?" in entry:
+            patterns[entry] = re.compile(translate(entry))
+        else:
+            names.add(entry)
+
+    def naming(module: str) -> str | None:
+        for name in accumulate(module.split("."), "{}.{}".format):
+            if name in names:
+                return name
+        return next((entry for entry, pattern in patterns.items() if pattern.match(module)), None)
+
+    return naming
+
+
+def may_name(entry: str, module: str) -> bool:
+    """Whether an entry may be meant for a module though it does not name it: by a part of its name.
+
+    Transformers takes parts of names, and the prefix of a release's names is not always its modules'.
+    """
+    end = entry[entry.find("layers.") :] if "layers." in entry else entry
+    return end in module

@@ -14,8 +14,9 @@ from isthmus.checkpoint.dtypes import name_of
 from isthmus.checkpoint.header import Defects, TensorInfo
 from isthmus.quant import float4, float8, integers
 from isthmus.quant.codec import Quantised
-from isthmus.quant.fields import names_module
+from isthmus.quant.fields import exceptions
 from isthmus.quant.layout import Checkpoint
+from isthmus.quant.plain import suspects
 from isthmus.quant.settings import Settings, read_settings
 
 # Of each format: the tensor whose codes the stored tensor `name` holds; None where it is not of that format.
@@ -78,14 +79,19 @@ def find(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> Found:
             found.defects.add("a scale of no quantised tensor", name)
     if found.settings is not None:
         _check_left(found, found.settings)
+        known = found.stored | checkpoint.reported
+        plain = {name: info for name, info in tensors.items() if name not in known}
+        for name, sibling in suspects(plain, found.quantised, found.settings):
+            what = f"plain numbers where {found.settings.key} says codes, without an entry for an exception"
+            found.defects.add(what, name, f"{sibling} is quantised")
     return found
 
 
 def _check_left(found: Found, settings: Settings) -> None:
     """Notes what is quantised though the config says that it is not."""
+    naming = exceptions(settings.left)
     for name in found.quantised:
-        module = name.removesuffix(".weight")
-        if entry := next((entry for entry in settings.left if names_module(entry, module)), None):
+        if entry := naming(name.removesuffix(".weight")):
             found.defects.add(f"quantised, and {settings.key} says that it is not", name, f"entry {entry}")
 
 

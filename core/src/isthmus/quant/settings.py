@@ -33,6 +33,7 @@ class Settings:
     method: str
     weights: tuple[Numbers, ...] = ()
     left: tuple[str, ...] = ()  # the modules that are said not to be quantised, as the config names them
+    every_linear: bool = True  # the config is for all linear layers but for `left`
     power_scales: bool = False  # new scales are powers of two
     raw: Mapping[str, Any] = field(default_factory=dict)
 
@@ -75,7 +76,9 @@ def read_settings(config: Mapping[str, Any]) -> Settings | None:
     raise_any(wrong_fields(method, entry, key))
     left = tuple(dict.fromkeys(name for spelling in LEFT for name in entry.get(spelling) or ()))
     power = entry.get("scale_fmt") == "ue8m0"
-    return Settings(key, method, tuple(_weights(method, entry)), left, power, entry)
+    return Settings(
+        key, method, tuple(_weights(method, entry)), left, _every_linear(method, entry), power, entry
+    )
 
 
 def plain_dtype(config: Mapping[str, Any]) -> torch.dtype:
@@ -87,6 +90,14 @@ def plain_dtype(config: Mapping[str, Any]) -> torch.dtype:
         if dtype in (torch.float32, torch.bfloat16, torch.float16):
             return dtype
     return torch.bfloat16
+
+
+def _every_linear(method: str, entry: Mapping[str, Any]) -> bool:
+    """Whether tensors of one kind are stored alike; compressed-tensors may name other `targets`."""
+    if method != "compressed-tensors":
+        return entry.get("quant_algo") != "MIXED_PRECISION"
+    groups = (entry.get("config_groups") or {}).values()
+    return any("Linear" in (group.get("targets") or ()) for group in groups if group)
 
 
 def _weights(method: str, entry: Mapping[str, Any]) -> Iterator[Numbers]:
