@@ -94,7 +94,9 @@ class AutoBridge:
             config = HFConfig.from_text(manifest.config_text)
             bridge = cls(registry.family(config.model_type), config, folder=Path(megatron_dir) / HF)
             bridge.config_text, bridge.reader = manifest.config_text, manifest
-        bridge.choices = recorded_choices(megatron_dir, bridge.megatron_fields)
+        # Names, such as which part of a vision-language model it is, may be the run's choice.
+        sizes = [name for name, value in bridge.megatron_fields.items() if not isinstance(value, str)]
+        bridge.choices = recorded_choices(megatron_dir, sizes)
         bridge.megatron_dir = Path(megatron_dir)
         return bridge
 
