@@ -7,10 +7,12 @@ killed run leaves the target as it was; what it leaves beside it is removed by t
 import ctypes
 import errno
 import fcntl
+import glob
 import os
 import secrets
 import shutil
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -37,11 +39,9 @@ class Staging:
         _refuse(self.target, overwrite, sources)
         self.target.parent.mkdir(parents=True, exist_ok=True)
         self._overwrite = overwrite
-        prefix = f".{self.target.name}.staging-"
-        for left in self.target.parent.glob(f"{prefix}*"):
-            _remove_if_dead(left)
+        _remove_dead(self.target)
         self._check_room(nbytes)
-        self.path, self._lock = _claim(self.target.parent, prefix)
+        self.path, self._lock = _claim(self.target.parent, _prefix(self.target))
 
     def publish(self) -> None:
         """Puts the staging folder in the target's place; what was there is gone."""
@@ -90,6 +90,33 @@ def check_target(target: str | Path, overwrite: bool = False, *, sources: Sequen
     target = Path(os.path.realpath(target))
     _check_above(target)
     _refuse(target, overwrite, sources)
+
+
+@contextmanager
+def cleared(target: str | Path) -> Iterator[None]:
+    """Around processes that write `target`: where they end early, nothing of theirs stays beside it.
+
+    A KeyboardInterrupt goes on with words that say whether the target has been written.
+    """
+    target = Path(os.path.realpath(target))
+    before = _identity(target)
+    try:
+        yield
+    except BaseException as error:
+        _remove_dead(target)
+        if isinstance(error, KeyboardInterrupt):
+            kept = _identity(target) in (before, None)
+            error.args = ("nothing written" if kept else f"{target} is written",)
+        raise
+
+
+def _identity(folder: Path) -> tuple[int, int] | None:
+    """Which folder it is, None for none: a published one is another than was there before."""
+    try:
+        status = folder.stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
 
 
 def carry_side_files(source: str | Path, staging: Staging, into: str = "") -> list[str]:
@@ -169,6 +196,17 @@ def _claim(parent: Path, prefix: str) -> tuple[Path, int]:
         if path.exists() and os.path.samestat(path.stat(), os.fstat(lock)):
             return path, lock
         os.close(lock)  # another run took it for dead before it was locked
+
+
+def _prefix(target: Path) -> str:
+    """How the names of the target's staging folders begin."""
+    return f".{target.name}.staging-"
+
+
+def _remove_dead(target: Path) -> None:
+    """Removes the target's staging folders whose runs are gone."""
+    for left in target.parent.glob(f"{glob.escape(_prefix(target))}*"):
+        _remove_if_dead(left)
 
 
 def _remove_if_dead(path: Path) -> None:

@@ -4,16 +4,20 @@ A command is one module of this package, named in COMMANDS (a trailing underscor
 docstring's first line is its help; `add_arguments(parser)` declares its options and `run(args)` does the work
 and returns 0 (all right) or 1 (a check failed). A wrong request is a ValueError, LookupError or OSError
 raised anywhere below: `main` prints its message and returns 2. Anything else is a bug, or a worker that died:
-`main` prints where and returns 3. Importing a module of this package does not import torch.
+`main` prints where and returns 3. Ctrl-C and SIGTERM end it with 130 and 143. Importing a module of this
+package does not import torch.
 """
 
 import argparse
+import contextlib
 import importlib
 import os
+import signal
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from isthmus import __version__
 from isthmus.cli import output, progress
@@ -30,8 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return stop.code if isinstance(stop.code, int) else 2
     progress.silent = args.json == "-"
     try:
-        output.check_destination(args)
-        return args.run(args)
+        with _signals_raised():
+            output.check_destination(args)
+            return args.run(args)
     except (ValueError, LookupError, OSError) as error:
         if os.environ.get("ISTHMUS_TRACEBACK") == "1":
             traceback.print_exception(error)
@@ -39,8 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             _leave_it_to_rank_0()
             print(f"isthmus {args.command}: {_message(error)}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        return 130
+    except KeyboardInterrupt as stop:
+        print(f"isthmus {args.command}: " + "; ".join(["interrupted", *map(str, stop.args)]), file=sys.stderr)
+        return 128 + (signal.SIGTERM if isinstance(stop, _Terminated) else signal.SIGINT)
     except Exception as error:
         from isthmus.launch import WorkerError
 
@@ -49,6 +55,33 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             traceback.print_exception(error)
         return 3
+
+
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM, which a scheduler sends before it kills."""
+
+
+@contextlib.contextmanager
+def _signals_raised() -> Iterator[None]:
+    """Ctrl-C and SIGTERM are raised, once: what follows the first one is let finish its clearing up."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}
+
+    def stop(number: int, frame: object) -> None:
+        for each in before:
+            signal.signal(each, signal.SIG_IGN)
+        raise _Terminated if number == signal.SIGTERM else KeyboardInterrupt
+
+    for number in before:
+        signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Export MEGATRON_DIR; OUT_DIR appears in one rename when everything is written."""
-    from isthmus.checkpoint.folder import check_target
+    from isthmus.checkpoint.folder import check_target, cleared
     from isthmus.checkpoint.writer import parse_size
 
     parse_size(args.max_shard_size)  # an error of a minute's work otherwise
@@ -56,7 +56,8 @@ def run(args: argparse.Namespace) -> int:
     sources = [args.megatron_dir] if source is None else [args.megatron_dir, source]
     check_target(args.out_dir, args.overwrite, sources=sources)
     options = {name: getattr(args, name) for name in ("dtype", "passthrough", "overwrite", "max_shard_size")}
-    ranks = workers.run(layout, on_rank, layout, args.megatron_dir, args.out_dir, source, fields, options)
+    with cleared(args.out_dir):
+        ranks = workers.run(layout, on_rank, layout, args.megatron_dir, args.out_dir, source, fields, options)
     output.console(args).print(
         f"{ranks[0]['model_type']}: {args.megatron_dir} exported to {args.out_dir}"
         f" on {output.counted(layout.world_size, 'rank')}"

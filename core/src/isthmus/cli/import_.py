@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Import HF_DIR at the layout; any other layout can load the result."""
     from isthmus.bridge import AutoBridge
-    from isthmus.checkpoint.folder import check_target
+    from isthmus.checkpoint.folder import check_target, cleared
 
     layout = layout_options.layout(args)
     fields = config_options.fields(args)
@@ -33,9 +33,10 @@ def run(args: argparse.Namespace) -> int:
     source = bridge.folder or Path(args.hf_dir)
     model.check(bridge, layout, fields)
     check_target(args.megatron_dir, args.overwrite, sources=[source])
-    ranks = workers.run(
-        layout, on_rank, layout, source, args.megatron_dir, args.dtype, fields, args.overwrite
-    )
+    with cleared(args.megatron_dir):
+        ranks = workers.run(
+            layout, on_rank, layout, source, args.megatron_dir, args.dtype, fields, args.overwrite
+        )
     report = ranks[0]["report"]
     target = shlex.quote(str(args.megatron_dir))
     output.console(args).print(

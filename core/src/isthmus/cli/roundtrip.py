@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Round trip HF_DIR through the layout; 1 where the result differs."""
     from isthmus.bridge import AutoBridge
-    from isthmus.checkpoint.folder import check_target
+    from isthmus.checkpoint.folder import check_target, cleared
 
     layout = layout_options.layout(args)
     bridge = AutoBridge.from_hf_pretrained(args.hf_dir)
@@ -38,7 +38,8 @@ def run(args: argparse.Namespace) -> int:
         )
     model.check(bridge, layout)
     check_target(args.out_dir, args.overwrite, sources=[source])
-    ranks = workers.run(layout, on_rank, layout, source, args.out_dir, args.overwrite)
+    with cleared(args.out_dir):
+        ranks = workers.run(layout, on_rank, layout, source, args.out_dir, args.overwrite)
     document = {"layout": layout.as_dict(), "out_dir": str(args.out_dir), **_merged(ranks)}
     out = output.console(args)
     result = document["roundtrip"]

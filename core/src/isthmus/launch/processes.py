@@ -259,6 +259,8 @@ def _stop(workers: dict[int, tuple[BaseProcess, Connection]]) -> None:
     """End what still runs, and give its resources back."""
     for process, _ in workers.values():
         if process.is_alive():
+            with contextlib.suppress(ProcessLookupError):  # it has no group yet, and so no processes
+                os.killpg(process.pid or 0, signal.SIGKILL)
             process.kill()
     for process, connection in workers.values():
         process.join()

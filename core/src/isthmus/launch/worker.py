@@ -53,6 +53,7 @@ def _settle(rank: int, task: Task, connection: Connection) -> None:
     os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
     if task.device == "cuda":
         os.environ.update(EXACT)
+    os.setsid()  # a group of its own, which ends with it: Megatron writes checkpoints in processes of its own
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     stacks = task.stack_file(rank).open("w")
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False)
