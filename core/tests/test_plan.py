@@ -56,6 +56,22 @@ def test_a_pipeline_layout_that_is_not_the_models_is_told_apart(text: str, said:
     assert Layout(pp=2, pipeline_layout=text).problems(FIELDS | {"mtp_num_layers": 1}) == found
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("Et*99999999999L", "repeats 't' 99999999999 times, more than 100000 letters"),
+        (f"E(t|)*{'9' * 5000}L", "repeats 't|' 99999999999999999999... (5000 digits) times"),
+        ("E((t*99999)*99999)*99999L", "more than 100000 letters"),
+        ("E" + "t*60000" * 2 + "L", "more than 100000 letters"),
+    ],
+    ids=["count", "digits", "nested", "sum"],
+)
+def test_repetition_beyond_any_model_is_refused_before_it_is_written_out(text: str, said: str) -> None:
+    [found] = problems(text, pp=2, vp=1, num_layers=4, mtp_layers=1)
+    assert said in found
+    assert len(found) < 200
+
+
 @pytest.mark.parametrize("text", ["Et|tttm|L", "Et||tttmL", "Ettt|tm|L"])
 def test_empty_stages_and_early_mtp_are_refused_where_all_else_fits(text: str) -> None:
     (line,) = Layout(pp=3, pipeline_layout=text).problems(FIELDS | {"mtp_num_layers": 1})

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from typing import Any
 
 KINDS = {"E": "embedding", "t": "decoder layer", "m": "MTP layer", "L": "loss"}
+MOST = 100_000  # letters of a layout written out; far more than any model has layers
+SHOWN = 20  # digits
 LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}  # of Megatron's LayerType
 
 
@@ -27,10 +29,27 @@ def as_text(layout: Any) -> str | None:
 
 
 def stages(text: str) -> list[str]:
-    """The letters of each stage, repetition written out. ValueError where a letter means nothing."""
+    """The letters of each stage, repetition written out.
+
+    ValueError where a letter means nothing, or where repetition makes more than `MOST` of them.
+    """
     unrolled = text.replace(",", "")
     for repeated in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
-        unrolled = re.sub(repeated, lambda match: match[1] * int(match[2]), unrolled)
+        left = MOST
+
+        def write_out(match: re.Match[str]) -> str:
+            nonlocal left
+            digits = match[2].lstrip("0")
+            left -= len(match[1]) * int(digits or 0) if len(digits) <= len(str(MOST)) else MOST + 1
+            if left < 0:
+                count = digits if len(digits) <= SHOWN else f"{digits[:SHOWN]}... ({len(digits)} digits)"
+                raise ValueError(
+                    f"pipeline layout repeats {match[1]!r} {count} times, more than {MOST} letters in all;"
+                    " write each layer of the model once"
+                )
+            return match[1] * int(digits or 0)
+
+        unrolled = re.sub(repeated, write_out, unrolled)
     wrong = sorted(set(unrolled) - KINDS.keys() - {"|"})
     if wrong:
         meanings = ", ".join(f"{letter} {kind}" for letter, kind in KINDS.items())
