@@ -147,12 +147,13 @@ def test_tokens_depend_on_the_seed_alone() -> None:
         (Request(tokens=1), Layout(), "use at least 2"),
         (Request(packed=True, tokens=33), Layout(tp=4), "rows of 66 tokens over tp=4"),
         (Request(tokens=34), Layout(cp=2), "cannot divide rows of 34 tokens over tp=1 and cp=2"),
+        (Request(tokens=1026), Layout(), "1026 tokens: config.json has max_position_embeddings=1024"),
         (Request(tokens=36), Layout(tp=4, cp=2), "use a multiple of 8 for tokens"),
     ],
 )
-def test_tokens_that_do_not_divide_are_refused(request_: Request, layout: Layout, message: str) -> None:
+def test_tokens_that_do_not_fit_are_refused(request_: Request, layout: Layout, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        request_.check(layout)
+        request_.check(layout, positions=1024)
 
 
 # Options.

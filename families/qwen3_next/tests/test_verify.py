@@ -504,6 +504,12 @@ def test_a_failed_check_is_exit_code_1_and_says_which(
     ("words", "message"),
     [
         (["--tp", "2", "--tokens", "33"], "cannot divide rows of 33 tokens over tp=2"),
+        (
+            ["--tokens", "100000000000000"],
+            "100000000000000 tokens: config.json has max_position_embeddings=1024",
+        ),
+        (["--seed", "-1"], "'-1' is not a whole number from 0 to 2**63-1"),
+        (["--seed", str(2**63)], "is not a whole number from 0 to 2**63-1"),
         (["--packed", "--tokens", "4"], "cannot pack sequences of 4 tokens"),
         (["--set", "no_such_field=1"], "no_such_field"),
         (["--set", "layernorm_zero_centered_gamma=false"], "layernorm_zero_centered_gamma: True by the"),

@@ -36,12 +36,13 @@ class OutputTensor:
 
 
 def parse_size(text: str | int) -> int:
-    """Bytes of "5GB" (10**9), "5GiB" (2**30) or a plain number; at least 1."""
+    """Bytes of "5GB" (10**9), "5GiB" (2**30) or a plain number; 1 to 2**63."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Z]*)", str(text).strip().upper())
-    size = int(float(match[1]) * _UNITS[match[2]]) if match and match[2] in _UNITS else 0
-    if size < 1:
-        raise ValueError(f"{text!r} is not a size; write it as 5GB, 500MB or 2GiB")
-    return size
+    size = float(match[1]) * _UNITS[match[2]] if match and match[2] in _UNITS else 0
+    if not 1 <= size <= 1 << 63:
+        shown = repr(text) if len(str(text)) <= 40 else f"{str(text)[:40]!r}..."
+        raise ValueError(f"{shown} is not a size; write it as 5GB, 500MB or 2GiB")
+    return int(size)
 
 
 def split_files(tensors: Sequence[OutputTensor], max_shard_size: int) -> list[list[OutputTensor]]:

@@ -15,7 +15,20 @@ if TYPE_CHECKING:
     from isthmus.layout import Layout
 
 BUILD = {"build": "building the model"}  # words for a Stopwatch
+SEED_DIGITS = 19  # of 2**63
 DTYPES = ("float32", "bfloat16", "float16")
+
+
+def add_seed_argument(parser: argparse.ArgumentParser, of: str) -> None:
+    """`--seed`, of what; numbers that every generator takes."""
+    parser.add_argument("--seed", type=_seed, default=0, metavar="N", help=f"of {of} (default: 0)")
+
+
+def _seed(text: str) -> int:
+    if not text.isdecimal() or len(text) > SEED_DIGITS or int(text) >= 1 << 63:
+        shown = text if len(text) <= 2 * SEED_DIGITS else f"{text[: 2 * SEED_DIGITS]}..."
+        raise argparse.ArgumentTypeError(f"{shown!r} is not a whole number from 0 to 2**63-1")
+    return int(text)
 
 
 def add_dtype_argument(parser: argparse.ArgumentParser) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from isthmus.cli import output
-from isthmus.cli.model import DTYPES
+from isthmus.cli.model import DTYPES, add_seed_argument
 
 if TYPE_CHECKING:
     from isthmus.tiny import Variant
@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Family, target and what to vary."""
     parser.add_argument("model_type", metavar="MODEL_TYPE", help="as in config.json, e.g. qwen3_next")
     parser.add_argument("out_dir", metavar="OUT_DIR", type=Path, nargs="?", help="folder to write")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the random values (default: 0)")
+    add_seed_argument(parser, "the random values")
     parser.add_argument("--dtype", choices=DTYPES, help="of the tensors (default: the config's own)")
     parser.add_argument("--variant", metavar="V", help="see --list (default: the first that it lists)")
     parser.add_argument("--list", action="store_true", help="list the family's variants; OUT_DIR is not used")

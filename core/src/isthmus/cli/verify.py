@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--packed", action="store_true", help="run sequences packed end to end in one row")
     parser.add_argument("--report", metavar="FILE.html", type=Path, help="also write a page to look at")
     parser.add_argument("--tokens", type=int, default=32, metavar="N", help="of a sequence (default: 32)")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the tokens (default: 0)")
+    model.add_seed_argument(parser, "the tokens")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
         overrides=config_options.fields(args),
     )
     model.check(bridge, layout, request.overrides)
-    request.check(layout)
+    request.check(layout, bridge.megatron_fields["seq_length"])
     if args.report is not None:
         output.check_file("--report", args.report)
     _preload(bridge)

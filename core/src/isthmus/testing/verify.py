@@ -40,10 +40,15 @@ class Request:
     seed: int = 0
     overrides: dict[str, Any] = field(default_factory=dict)  # fields of the model config
 
-    def check(self, layout: "Layout") -> None:
-        """ValueError where the tokens cannot be divided over the layout."""
+    def check(self, layout: "Layout", positions: int) -> None:
+        """ValueError where the model has fewer `positions`, or the layout cannot divide the tokens."""
         if self.tokens < 2:
             raise ValueError(f"cannot compare sequences of {self.tokens} tokens; use at least 2")
+        if self.tokens > positions:
+            raise ValueError(
+                f"cannot compare sequences of {self.tokens} tokens: config.json has"
+                f" max_position_embeddings={positions}; use fewer (--tokens)"
+            )
         row = 2 * self.tokens if self.packed else self.tokens
         parts = layout.tp if layout.sequence_parallel else 1
         if layout.cp > 1:
