@@ -264,6 +264,30 @@ def test_each_tensor_keeps_the_sources_dtype(checkpoint: Callable[[str], Path], 
     assert (out / "config.json").read_text() == (source / "config.json").read_text()
 
 
+def soiled(folder: Path, layout: Layout, target: Path | None, value: float) -> None:
+    """Save, or stream, as float16 after one number of the final norm, and of an MTP tensor, is `value`."""
+    bridge, model, _ = load(folder, layout)
+    found = dict(model[0].module.named_parameters())
+    for name in ("decoder.final_layernorm.weight", "mtp.layers.0.final_layernorm.weight"):
+        found[name].data[3] = value
+    if target is None:
+        list(bridge.export_hf_weights(model, dtype="float16"))
+    else:
+        bridge.save_hf_pretrained(model, target, dtype="float16")
+
+
+def test_finite_values_that_become_infinite_are_refused_by_name(
+    checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    source, layout = checkpoint("default"), Layout(tp=2).resolved()
+    for target in (tmp_path / "out", None):
+        with pytest.raises(ValueError, match=r"infinite in float16 \(.*: .*norm\.weight.*larger range"):
+            ranks.run(2, soiled, source, layout, target, 65536.0, timeout=120)
+    assert list(tmp_path.iterdir()) == []
+    ranks.run(2, soiled, source, layout, tmp_path / "out", float("inf"), timeout=120)
+    assert tensors(tmp_path / "out")["model.norm.weight"].isinf().sum() == 1, "what was infinite stays so"
+
+
 def test_a_dtype_that_is_none_is_refused(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match="dtype must be auto, source, float32, bfloat16 or float16, got 'fp8'"

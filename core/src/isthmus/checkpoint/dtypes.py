@@ -35,6 +35,20 @@ def other_kind(source: torch.dtype, held: torch.dtype) -> str:
     return f"source is {name_of(source)}, parameter is {name_of(held)}, numbers of another kind"
 
 
+def narrower(source: torch.dtype, target: torch.dtype) -> bool:
+    """Whether finite values of `source` can be infinite in `target`."""
+    if not source.is_floating_point or not target.is_floating_point:
+        return False
+    return torch.finfo(target).max < torch.finfo(source).max
+
+
+def overflows(values: torch.Tensor, cast: torch.Tensor) -> bool:
+    """Whether a finite one of the values has become infinite in the cast."""
+    if not narrower(values.dtype, cast.dtype) or not (infinite := cast.isinf()).any():
+        return False
+    return bool((infinite & values.isfinite()).any())
+
+
 def _kind(dtype: torch.dtype) -> str:
     if dtype.is_floating_point:
         return "float"

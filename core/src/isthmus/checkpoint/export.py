@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from isthmus.checkpoint.dtypes import other_kind
+from isthmus.checkpoint.dtypes import name_of, narrower, other_kind, overflows
 from isthmus.checkpoint.gather import (
     Exchange,
     Holding,
     Item,
+    agree,
     batches,
     broadcast,
     check_copies,
@@ -28,7 +29,7 @@ from isthmus.checkpoint.gather import (
 from isthmus.checkpoint.place import Place
 from isthmus.checkpoint.writer import OutputTensor
 from isthmus.names import LiveTensor
-from isthmus.weights import HFTensor, Rule, WeightMap
+from isthmus.weights import HFTensor, Rule, WeightMap, collapse
 
 
 class Piece(NamedTuple):
@@ -54,6 +55,8 @@ class ExportPlan:
     outputs: dict[str, OutputTensor]  # the HF tensors to come, by name
     owners: dict[str, int]  # the rank that assembles each
     held: dict[str, torch.Tensor] = field(default_factory=dict)  # this rank's own tensors, by canonical name
+    narrows: bool = False  # whether a tensor is cast to a dtype of a smaller range
+    infinite: dict[str, torch.dtype] = field(default_factory=dict)  # HF tensors that this overflowed, here
 
     def steps(self) -> Iterator[tuple[Item, list[Piece]]]:
         """Each item in plan order, with its HF tensors where this rank owns it. Collective: run it out."""
@@ -76,8 +79,25 @@ class ExportPlan:
     def _piece(self, hf: HFTensor, parts: list[torch.Tensor]) -> Piece:
         dtype = self.outputs[hf.name].dtype
         if parts[0].dtype != dtype:
-            parts = [part.to(dtype) for part in parts]
+            parts = [self.cast(hf.name, part, dtype) for part in parts]
         return Piece(hf.name, hf.index, parts)
+
+    def cast(self, name: str, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """(A part of) an HF tensor in another dtype; one that becomes infinite is remembered."""
+        cast = values.to(dtype)
+        if overflows(values, cast):
+            self.infinite[name] = dtype
+        return cast
+
+    def overflow(self) -> ValueError | None:
+        """The error that names all tensors which a cast on this rank has made infinite."""
+        if not self.infinite:
+            return None
+        dtypes = ", ".join(sorted({name_of(dtype) for dtype in self.infinite.values()}))
+        return ValueError(
+            f"finite values become infinite in {dtypes} ({len(self.infinite)} tensors):"
+            f" {', '.join(collapse(sorted(self.infinite)))}; export in a dtype of a larger range (--dtype)"
+        )
 
     def pieces(self) -> Iterator[Piece]:
         """The HF tensors that this rank owns, in plan order. Collective: run it to its end."""
@@ -143,7 +163,12 @@ def plan(
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     device = held[0].tensor.device if held else torch.device("cpu")
     tensors = {live.canonical: live.tensor.detach() for live in held}
-    return ExportPlan(rank, world_size, device, items, outputs, owners, tensors)
+    narrows = any(
+        narrower(item.holding.dtype, outputs[hf.name].dtype)
+        for item in items
+        for hf in (*item.bound.hf, *item.bound.also)
+    )
+    return ExportPlan(rank, world_size, device, items, outputs, owners, tensors, narrows)
 
 
 class _Shapes:
@@ -227,7 +252,10 @@ class _Unpacker:
 
 
 def stream(planned: ExportPlan, *, everywhere: bool) -> Iterator[tuple[str, torch.Tensor]]:
-    """(HF name, whole tensor) in plan order: on every rank, or only on each tensor's owner. Collective."""
+    """(HF name, whole tensor) in plan order: on every rank, or only on each tensor's owner. Collective.
+
+    ValueError at its end where finite values became infinite in the dtype asked for.
+    """
     stacks: dict[str, torch.Tensor] = {}
     rows: Counter[str] = Counter()
     for piece in _broadcast(planned) if everywhere else planned.pieces():
@@ -242,6 +270,8 @@ def stream(planned: ExportPlan, *, everywhere: bool) -> Iterator[tuple[str, torc
         rows[name] += 1
         if rows[name] == shape[0]:
             yield name, stacks.pop(name)
+    if planned.narrows:
+        agree(planned.overflow())
 
 
 def _broadcast(planned: ExportPlan) -> Iterator[Piece]:

@@ -111,7 +111,7 @@ def _write(
                 writers.update(dict.fromkeys((tensor.name for tensor in file.tensors), writer))
 
     def copy(output: OutputTensor) -> None:
-        tensor = reader.slice(output.name).to(output.dtype)
+        tensor = planned.cast(output.name, reader.slice(output.name), output.dtype)
         writers[output.name].write(output.name, tensor)
         advance(tensor.nbytes)
 
@@ -123,6 +123,7 @@ def _write(
     for output in copied:
         if error is None and output.name in writers:
             _, error = attempt(partial(copy, output))
+    error = error or planned.overflow()
     for writer in dict.fromkeys(writers.values()):
         _, failure = attempt(partial(writer.close, partial=error is not None))
         error = error or failure
