@@ -82,10 +82,26 @@ def export(folder: Path, target: Path, layout: Layout) -> None:
     bridge.save_hf_pretrained(model, target)
 
 
+def through_megatron(folder: Path, layout: Layout, megatron: Path, out: Path) -> None:
+    layout.initialize()
+    AutoBridge.from_hf_pretrained(folder, part="text").import_ckpt(megatron)
+    AutoBridge.from_megatron(megatron, hf=folder).export_ckpt(megatron, out)
+
+
 def prove(folder: Path, layout: Layout) -> dict[str, Any]:
     layout.initialize()
     bridge = AutoBridge.from_hf_pretrained(folder, part="text")
     return verify(bridge, layout, Request(grads=True), lambda stage: contextlib.nullcontext())
+
+
+def test_an_import_remembers_the_part_and_its_export_has_the_rest(tmp_path: Path) -> None:
+    source, megatron, out = write(tmp_path / "hf", "qwen3_5"), tmp_path / "megatron", tmp_path / "out"
+    layout = Layout().resolved()
+    ranks.run(1, through_megatron, source, layout, megatron, out, timeout=120)
+    before, after = read(source), read(out)
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert torch.equal(tensor.view(torch.uint8), after[name].view(torch.uint8)), name
 
 
 @pytest.mark.parametrize("prefix", PREFIXES)

@@ -125,8 +125,10 @@ def describe(bridge: Any, config: Any, staging: Staging) -> list[str]:
     from isthmus.checkpoint.megatron_arguments import arguments
 
     folder = staging.path
-    built = fields_of(config)
-    fields = {name: built[name] for name in {**bridge.megatron_fields, "params_dtype": None}}
+    built, own = fields_of(config), own_fields(type(config))
+    fields = {
+        name: built[name] for name in {**bridge.megatron_fields, "params_dtype": None} if name not in own
+    }
     spec = getattr(config, "spec_argument", config.transformer_layer_spec)
     words = arguments(fields, spec if hasattr(spec, "__name__") else None)
     _write(folder / TRACKER, RELEASE)

@@ -52,10 +52,10 @@ def run(args: argparse.Namespace) -> int:
         check_target(args.out)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the demo is the same everywhere; set before torch looks
     isthmus.cpu.check_machine()
-    family = _family(args.family)
+    family, variant = _family(args.family)
     kept = nullcontext(args.out) if args.out else tempfile.TemporaryDirectory(prefix="isthmus-demo-")
     with kept as folder:
-        document = _story(output.console(args), family, Path(folder), args.steps)
+        document = _story(output.console(args), family, variant, Path(folder), args.steps)
     if args.out:
         output.console(args).print(
             f"kept in {args.out}: {', '.join(sorted(p.name for p in args.out.iterdir()))}"
@@ -64,18 +64,25 @@ def run(args: argparse.Namespace) -> int:
     return 0 if document["passed"] else 1
 
 
-def _family(model_type: str | None) -> "Family":
-    """The family asked for, else the first installed. LookupError where there is none, or no tiny one."""
+def _family(model_type: str | None) -> tuple["Family", str]:
+    """The family asked for, else the first installed, and the variant that its model_type begins with.
+
+    LookupError: there is none, or no tiny one.
+    """
     from isthmus import registry
 
     if model_type is None:
         model_type = next(iter(registry.families()), None)
     if model_type is None:
         raise LookupError("no family is installed. Try: pip install isthmus-qwen3-next")
-    return registry.family(model_type)
+    family = registry.family(model_type)
+    variants = family.variants(model_type) or family.variants()
+    if not variants:
+        raise LookupError(f"family {family.name} has no tiny checkpoints to show")
+    return family, next(iter(variants))
 
 
-def _story(out: "Console", family: "Family", folder: Path, steps: int) -> dict[str, Any]:
+def _story(out: "Console", family: "Family", variant: str, folder: Path, steps: int) -> dict[str, Any]:
     """Everything, with a line before each stage; the JSON document."""
     import torch
 
@@ -89,7 +96,7 @@ def _story(out: "Console", family: "Family", folder: Path, steps: int) -> dict[s
         "isthmus.testing.demo", "transformers.modeling_utils", family.config_class.partition(":")[0]
     )
     with watch("tiny"):
-        write_tiny(family, stops.source, dtype=torch.float32)
+        write_tiny(family, stops.source, variant, dtype=torch.float32)
     out.print(f"1. a tiny {family.name} checkpoint, as its releases are laid out")
     out.print(f"2. Megatron on {layout.world_size} CPU processes, tp=2 x pp=2: import, {steps} steps, export")
     with watch("megatron"):

@@ -1,10 +1,12 @@
 """DeepSeek's config.json in Megatron's fields: the arithmetic of the model, nothing of a training run."""
 
 import re
+from types import SimpleNamespace
 from typing import Any
 
 from isthmus.config import HFConfig
-from isthmus.decoder import decoder_config
+from isthmus.decoder import check_head, decoder_config
+from isthmus_deepseek.groups import BEST, differs
 from isthmus_deepseek.latent import LATENT_NORM_EPS, latent_attention, rotary
 
 # Training's own: how ranks were laid out, and a balancing loss that is none of the model's function; and what
@@ -38,11 +40,7 @@ def megatron_config(hf: HFConfig, keys: frozenset[str]) -> dict[str, Any]:
     if absent := [name for name in NEEDED if hf[name] is None]:
         raise ValueError(f"config.json: no {', '.join(absent)}. Add the values used in training")
     fields = decoder_config(hf, rotary(hf))
-    if not fields["share_embeddings_and_output_weights"] and keys and "lm_head.weight" not in keys:
-        raise ValueError(
-            "config.json says tie_word_embeddings=False, and the checkpoint has no lm_head.weight. Set it "
-            "to true if the head is the embedding, or restore the missing file"
-        )
+    check_head(fields["share_embeddings_and_output_weights"], keys)
     layers, dense = hf["num_hidden_layers"], hf["first_k_dense_replace"]
     sparse = [int(i >= dense) for i in range(layers)]
     if (step := hf.get("moe_layer_freq", 1)) != 1:
@@ -195,5 +193,10 @@ def _check_mtp(fields: dict[str, Any], sparse: list[int]) -> None:
     if fields["layernorm_epsilon"] != LATENT_NORM_EPS:
         eps = fields["layernorm_epsilon"]
         reasons.append(f"rms_norm_eps={eps}, which Megatron's MTP layer takes for the latents too")
+    if differs(SimpleNamespace(**fields)):
+        reasons.append(
+            f"groups of experts scored by {BEST[fields['moe_router_score_function']]} of their scores, by"
+            f" Megatron's MTP layer by {fields['moe_router_topk'] // fields['moe_router_group_topk']}"
+        )
     if reasons:
         raise ValueError("this prediction layer is not supported: " + "; ".join(reasons))

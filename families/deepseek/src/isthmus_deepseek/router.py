@@ -8,14 +8,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-BEST = {"softmax": 1, "sigmoid": 2}
-"""How many of a group's scores HF adds up for the score of the group: DeepSeek V2's one, V3's two."""
-
-
-def differs(config: TransformerConfig) -> bool:
-    """Whether Megatron's router adds up another number of scores: its own is topk // group_topk."""
-    chosen = config.moe_router_group_topk
-    return bool(chosen) and config.moe_router_topk // chosen != BEST[config.moe_router_score_function]
+from isthmus_deepseek.groups import BEST
 
 
 class GroupLimitedRouter(TopKRouter):

@@ -15,8 +15,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from isthmus.hosting import spec
 from isthmus_deepseek.attention import HostedAttention, HostedSparseAttention
+from isthmus_deepseek.groups import differs
 from isthmus_deepseek.latent import LATENT_NORM_EPS
-from isthmus_deepseek.router import GroupLimitedRouter, differs
+from isthmus_deepseek.router import GroupLimitedRouter
 
 ATTENTIONS = ("megatron", "hosted")
 
@@ -66,7 +67,8 @@ def _block(
     block = spec.decoder_block(config, vp_stage, [mixer] * config.num_layers)
     if not differs(config):
         return block
-    return replace(block, layer_specs=[_with_router(layer) for layer in block.layer_specs or []])
+    layers = [_with_router(layer) for layer in block.layer_specs or []]
+    return replace(block, layer_specs=layers)
 
 
 class LatentAttention(MLASelfAttention):

@@ -1,0 +1,49 @@
+"""HF -> Megatron's torch_dist checkpoint -> HF, over a change of layout."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from isthmus import launch
+from isthmus.checkpoint.compare import compare
+from isthmus.checkpoint.reader import CheckpointReader
+from isthmus.layout import Layout
+from isthmus.testing import ranks
+from isthmus.testing.tiny import write_tiny
+from isthmus_qwen3_5.family import FAMILY
+
+launch.preload("transformers.modeling_utils")
+
+
+def import_(hf: Path, layout: Layout, megatron: Path, fields: dict[str, Any]) -> None:
+    from isthmus.bridge import AutoBridge
+
+    layout.initialize()
+    bridge = AutoBridge.from_hf_pretrained(hf)
+    model = bridge.build_model(bridge.get_model_config(**layout.config_overrides(), **fields))
+    bridge.import_ckpt(megatron, model)
+
+
+def export(megatron: Path, layout: Layout, out: Path) -> None:
+    from isthmus.bridge import AutoBridge
+
+    layout.initialize()
+    AutoBridge.from_megatron(megatron).export_ckpt(megatron, out)
+
+
+@pytest.mark.parametrize(
+    ("variant", "fields"),
+    [("tied", {}), ("moe", {}), ("moe", {"delta_net": "megatron"})],
+    ids=["dense-tied", "moe", "moe-native"],
+)
+def test_another_layout_exports_what_one_imported(
+    tmp_path: Path, variant: str, fields: dict[str, Any]
+) -> None:
+    write_tiny(FAMILY, tmp_path / "hf", variant)
+    ranks.run(2, import_, tmp_path / "hf", Layout(tp=2), tmp_path / "megatron", fields, timeout=120)
+    ranks.run(2, export, tmp_path / "megatron", Layout(pp=2), tmp_path / "out", timeout=120)
+    with CheckpointReader(tmp_path / "hf") as before, CheckpointReader(tmp_path / "out") as after:
+        outcome = compare(before, after)
+        assert outcome.equal == len(before.tensors)
+        assert not outcome.added
