@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 
+@functools.cache
 def install() -> None:
     """Correct the optimizers of this process; a second call does nothing."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -28,8 +29,6 @@ def install() -> None:
     distributed: Any = DistributedOptimizer
     plain: Any = Float16OptimizerWithFloat16Params
     chained: Any = ChainedOptimizer
-    if hasattr(plain.__init__, "__wrapped__"):
-        return
     ranges = distributed._build_optimizer_group_ranges.__func__
     distributed._build_optimizer_group_ranges = classmethod(_float32_first(ranges))
     described = distributed.sharded_param_state_fully_reshardable
@@ -83,6 +82,8 @@ def _of_all_parameters(original: Any) -> Any:
 
 
 def _without_padding(original: Any) -> Any:
+    """The distributed optimizer's places in a buffer, without the padding that the gathered state lacks."""
+
     @functools.wraps(original)
     def sharded_param_state(self: Any, *args: Any, **kwargs: Any) -> Any:
         padded = [buffer.param_index_map for buffer in self.buffers]

@@ -91,16 +91,19 @@ def exact_float16_module(config: "TransformerConfig", module: nn.Module) -> "Flo
 
 def _tell_megatron() -> None:
     """Have Megatron keep marks in its own casts and checkpoints, where this process uses Megatron."""
-    if "megatron.core" not in sys.modules:
-        return
+    if "megatron.core" in sys.modules:
+        _correct_megatron()
+
+
+@functools.cache
+def _correct_megatron() -> None:
     from megatron.core.transformer.module import Float16Module
 
     from isthmus import optimizer_state
 
     optimizer_state.install()
     wrapper: Any = Float16Module
-    if not hasattr(wrapper.__init__, "__wrapped__"):
-        wrapper.__init__ = _keeping(wrapper.__init__)
+    wrapper.__init__ = _keeping(wrapper.__init__)
 
 
 def _keeping(original: Callable[..., None]) -> Callable[..., None]:

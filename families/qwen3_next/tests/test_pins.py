@@ -67,7 +67,12 @@ def round_at(place: str | None) -> None:
     match place:
         case "load":
             copy = load._Copier._slice
-            load._Copier._slice = lambda *args: rounded(copy(*args))
+
+            def rounding_slice(*args: Any, into: Tensor | None = None) -> Tensor:
+                found = rounded(copy(*args))
+                return found if into is None else into.copy_(found)
+
+            load._Copier._slice = rounding_slice
         case "wrapper":  # and then widened, as one patch of other tools does
             keeping = Float16Module.__init__
 

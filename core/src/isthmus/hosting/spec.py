@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from isthmus import mtp, optimizer_state
+from isthmus import mtp, optimizer_state, tied_head
 from isthmus.hosting import own_training
 from isthmus.hosting.module import CP, MODES, HostedModule
 from isthmus.zigzag import LAYOUTS
@@ -56,6 +56,7 @@ def called(
     own_training.prepare(model_config)
     if transformer.mtp_num_layers:
         mtp.install()
+        tied_head.install()
     return transformer, vp_stage
 
 
