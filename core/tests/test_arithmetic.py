@@ -48,7 +48,7 @@ def test_activations_are_compared_by_what_they_compute() -> None:
 def test_experts_may_be_balanced_in_every_way_that_routes_alike() -> None:
     name = "moe_router_load_balancing_type"
     check({name: "none"}, {name: "seq_aux_loss"}, "it")
-    with pytest.raises(ValueError, match="'none' by .*, 'sinkhorn' of it"):
+    with pytest.raises(ValueError, match=r"'none' by .*, 'sinkhorn' of it"):
         check({name: "none"}, {name: "sinkhorn"}, "it")
 
 
