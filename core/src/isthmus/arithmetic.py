@@ -44,7 +44,8 @@ def check(expected: Mapping[str, Any], found: Mapping[str, Any], of: str) -> Non
 
 
 def _free(name: str, value: Any) -> bool:
-    return name in FREE or value in FREE_AMONG.get(name, ())
+    chosen = value if isinstance(value, list) else [value]  # of balancing there may be several
+    return name in FREE or all(each in FREE_AMONG.get(name, ()) for each in chosen)
 
 
 def _same(a: Any, b: Any) -> bool:
