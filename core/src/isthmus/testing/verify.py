@@ -15,7 +15,7 @@ import torch
 
 from isthmus.built import model_config_of
 from isthmus.checkpoint.dtypes import main_dtype, name_of
-from isthmus.checkpoint.gather import from_all, from_first
+from isthmus.checkpoint.gather import agree, attempt, from_all, from_first, on_every_rank
 from isthmus.testing import audit, comparison, gradients, training_step
 from isthmus.testing.batch import random_batch
 from isthmus.weights import collapse
@@ -110,7 +110,7 @@ def verify(bridge: "AutoBridge", layout: "Layout", request: Request, watch: Watc
         with watch("build_for_forward"):
             chunks = _build(bridge, layout, request, request.dtype, with_ddp=request.grads)
         with watch("load_for_forward"):
-            bridge.load_hf_weights(chunks)
+            on_every_rank(lambda: bridge.load_hf_weights(chunks))
     _failed(document, _compare(bridge, layout, request, watch, chunks, document))
     return document
 
@@ -130,12 +130,9 @@ def _build(
 
 def _load(bridge: "AutoBridge", chunks: list[Any]) -> str | None:
     """Load; why it cannot be done, alike on every rank. Collective."""
-    problem = None
-    try:
-        bridge.load_hf_weights(chunks)
-    except ValueError as error:
-        problem = str(error)
-    return next((found for found in from_all(problem) if found), None)
+    _, error = attempt(lambda: bridge.load_hf_weights(chunks))
+    agree(None if isinstance(error, ValueError) else error)
+    return next((found for found in from_all(error and str(error)) if found), None)
 
 
 def _compare(
@@ -160,10 +157,15 @@ def _compare(
     )
     with watch("forward"):
         found = training_step.run(chunks, batch, gradients=request.grads)
-    expected = None
-    if found is not None:
+
+    def reference() -> Any:
+        if found is None:
+            return None
         with watch("reference"):
-            expected = comparison.expected(bridge, config, batch, request.dtype, with_gradients=request.grads)
+            return comparison.expected(bridge, config, batch, request.dtype, with_gradients=request.grads)
+
+    expected = on_every_rank(reference)  # the others wait for the first rank, and fail with it
+    if found is not None and expected is not None:
         document["bounds"] = expected.bounds.as_dict()
         document["forward"] = comparison.forward(found, expected.outputs, batch, expected.bounds)
     if request.grads:
