@@ -22,8 +22,8 @@ EXAMPLES = sorted(f"examples/{project.parent.name}" for project in ROOT.glob("ex
 # megatron-core needs 3.12. A nox on an older Python looks for a newer one and says where there is none.
 PYTHON = None if sys.version_info >= (3, 12) else "3.12"
 CPU_ONLY = ("-m", "not gpu")
-# Two modules (or classes, whose tests share their checkpoints) at a time: one alone leaves a core idle while it
-# starts its ranks and while it works in one process.
+# Two modules at a time, or classes, whose tests share their checkpoints: one alone leaves a core idle while
+# it starts its ranks, and while it works in one process.
 SIDE_BY_SIDE = ("-n", "2", "--dist", "loadscope")
 # Tests that go through isthmus.testing.ranks: of a family by name, and core's own.
 ON_GPU = ("test_conformance.py", "test_verify.py", "test_torch_dist.py")
