@@ -89,7 +89,6 @@ def test_ranks_on_gpus_are_started_and_say_by_rank_why_they_failed(gpus, monkeyp
 
 
 def test_the_gpu_session_refuses_a_machine_without_gpus(tmp_path: Path) -> None:
-    pytest.importorskip("nox")
     environment = os.environ | {"PATH": str(tmp_path)}
     command = [sys.executable, "-m", "nox", "--no-venv", "-s", "gpu(qwen3_next)"]
     found = subprocess.run(

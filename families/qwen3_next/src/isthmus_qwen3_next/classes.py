@@ -3,8 +3,6 @@
 from dataclasses import dataclass
 from typing import Any
 
-from isthmus.hosting.torch_functions import import_modeling
-
 
 @dataclass(frozen=True, slots=True)
 class Classes:
@@ -47,6 +45,8 @@ class Classes:
         return self._find("DecoderLayer")
 
     def _find(self, name: str) -> Any:
+        from isthmus.hosting.torch_functions import import_modeling
+
         return getattr(import_modeling(self.modeling), self.prefix + name)
 
 

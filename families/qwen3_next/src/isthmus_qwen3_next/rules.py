@@ -56,7 +56,7 @@ def decoder(
     experts = _moe(hf, f"{prefix}layers.", keys) if sparse else []
     mlp = swiglu("mlp", "mlp", hf["intermediate_size"]) if dense else []
     return [
-        *embeddings(hf, keys, prefix, model.share_embeddings_and_output_weights),
+        *embeddings(hf, keys, prefix, getattr(model, "share_embeddings_and_output_weights", None)),
         same("decoder.final_layernorm.weight", f"{prefix}norm.weight"),
         *scope(megatron, layer, _norms(), i=layers),
         *scope(megatron, layer, attention, i=full),
