@@ -112,6 +112,8 @@ def train(args: argparse.Namespace) -> list[dict[str, float]]:
             save_checkpoint(args.out / "megatron", done, model, optimizer, schedule)
         if done == args.steps or (args.export_every and done % args.export_every == 0):
             bridge.save_hf_pretrained(model, args.out / f"hf-{done}", overwrite=True)
+            if dist.get_rank() == 0:
+                print(f"exported {args.out / f'hf-{done}'}", flush=True)
     if args.json and speaks:
         args.json.write_text(json.dumps(reports, indent=1) + "\n")
     return reports

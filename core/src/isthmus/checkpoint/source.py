@@ -23,7 +23,11 @@ def resolve(path_or_id: str | Path, revision: str | None = None) -> Path:
 
     try:
         return Path(snapshot_download(str(path_or_id), revision=revision))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
+    except LocalEntryNotFoundError as error:
+        raise FileNotFoundError(
+            f"{path_or_id} is not a folder here, nor in the hub cache, and the hub cannot be asked (offline?)"
+        ) from error
+    except (HfHubHTTPError, HFValidationError) as error:
         raise FileNotFoundError(
             f"{path_or_id} is not a folder here, and the hub gives no checkpoint of that name: {error}"
         ) from error
