@@ -5,6 +5,16 @@ from typing import Any
 
 from isthmus.layout import Layout
 
+LOST_GRADIENTS = (
+    "Megatron's delta net does not reduce the gradient of its output norm over tensor-parallel ranks when"
+    " sequence_parallel is off. Turn it on, or use delta_net='hosted'"
+)
+
+
+def loses_gradients(delta_net: str, tp: int, sequence_parallel: bool) -> bool:
+    """Whether `LOST_GRADIENTS` is true of a layout."""
+    return delta_net == "megatron" and tp > 1 and not sequence_parallel
+
 
 def problems(layout: Layout, fields: Mapping[str, Any]) -> list[str]:
     """Why the heads cannot be divided over tp x cp; hosted modules may also run whole on every rank."""
@@ -23,4 +33,6 @@ def problems(layout: Layout, fields: Mapping[str, Any]) -> list[str]:
     if fields.get("attention") == "hosted" and not replicated:
         divide("hosted attention heads", fields["num_attention_heads"])
         divide("hosted key/value heads", fields["num_query_groups"], up_to=True)
+    if loses_gradients(fields.get("delta_net", "hosted"), layout.tp, layout.sequence_parallel):
+        found.append(LOST_GRADIENTS)
     return found

@@ -16,6 +16,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from isthmus.hosting import spec as core
 from isthmus_qwen3_next.attention import HostedAttention
 from isthmus_qwen3_next.delta_net import HostedDeltaNet, NativeDeltaNet, OnesCentredNorm
+from isthmus_qwen3_next.layout import LOST_GRADIENTS, loses_gradients
 
 MIXERS = ("hosted", "megatron")
 
@@ -112,8 +113,5 @@ def _check(config: TransformerConfig, delta_net: str, attention: str) -> None:
             f"got {config.linear_attention_freq!r}. For example: linear_attention_freq=([1] * 3 + [0]) * 12 "
             "(--linear-attention-freq '([1]*3+[0])*12')"
         )
-    if delta_net == "megatron" and config.tensor_model_parallel_size > 1 and not config.sequence_parallel:
-        raise ValueError(
-            "Megatron's delta net does not reduce the gradient of its output norm over tensor-parallel ranks "
-            "when sequence_parallel is off. Turn it on, or use delta_net='hosted'"
-        )
+    if loses_gradients(delta_net, config.tensor_model_parallel_size, config.sequence_parallel):
+        raise ValueError(LOST_GRADIENTS)
