@@ -61,7 +61,8 @@ def delta_net(config: Any, in_projections: InProjections = IN_PROJECTIONS) -> He
         },
         parameters={
             **in_projections.divisions(rows),
-            "conv1d.weight": rows_by_parts(q=rows["q"], k=rows["k"], v=rows["v"]),
+            # The names are keys of torch_dist checkpoints: other ones would not load what was saved.
+            "conv1d.weight": rows_by_parts(query=rows["q"], key=rows["k"], value=rows["v"]),
             "A_log": ROWS,
             "dt_bias": ROWS,
             "norm.weight": SHARED,
