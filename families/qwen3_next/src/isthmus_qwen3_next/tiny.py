@@ -90,9 +90,9 @@ VARIANTS = {
 # where their weights differ by one rounding.
 VALUES = {
     "model.embed_tokens.weight": (0.0, 0.6),
-    "*.o_proj.weight": (0.0, 0.04),
-    "*.out_proj.weight": (0.0, 0.04),
-    "*.down_proj.weight": (0.0, 0.08),
+    "*.o_proj.weight": (0.0, 0.02),
+    "*.out_proj.weight": (0.0, 0.02),
+    "*.down_proj.weight": (0.0, 0.04),
     "*.linear_attn.norm.weight": (1.0, 0.2),
     "*.linear_attn.A_log": (0.0, 0.5),
     "*.linear_attn.dt_bias": (-2.0, 0.5),
