@@ -13,11 +13,9 @@ from torch.nn import functional
 from isthmus import AutoBridge, cli
 from isthmus.arithmetic import FREE, check
 from isthmus.layout import Layout
-from isthmus.registry import families, family
+from isthmus.registry import family
 from isthmus.testing import ranks
 from isthmus.testing.tiny import write_tiny
-
-needs_family = pytest.mark.skipif("qwen3_next" not in families(), reason="needs the family qwen3_next")
 
 
 def test_all_fields_that_differ_are_in_one_error_with_both_values() -> None:
@@ -100,7 +98,6 @@ def refusals(own: Path, other: Path, out: Path) -> dict[str, str]:
     return said
 
 
-@needs_family
 def test_a_model_of_another_function_is_refused_everywhere_before_anything_is_written(
     source: Path, tmp_path: Path
 ) -> None:
@@ -111,7 +108,6 @@ def test_a_model_of_another_function_is_refused_everywhere_before_anything_is_wr
     assert [path.name for path in tmp_path.iterdir()] == ["other"]
 
 
-@needs_family
 def test_a_tied_model_is_not_an_untied_checkpoints(source: Path, tmp_path: Path) -> None:
     other = altered(source, tmp_path / "other", tie_word_embeddings=True)
     (said,) = ranks.run(1, refusals, source, other, tmp_path / "out", timeout=120)
@@ -128,7 +124,6 @@ def chosen(folder: Path, out: Path, **fields: Any) -> None:
     bridge.save_hf_pretrained(model, out)
 
 
-@needs_family
 def test_what_a_run_chooses_is_not_compared(source: Path, tmp_path: Path) -> None:
     fields = {
         "attention_dropout": 0.1,
@@ -142,7 +137,6 @@ def test_what_a_run_chooses_is_not_compared(source: Path, tmp_path: Path) -> Non
     assert (tmp_path / "out" / "config.json").read_text() == (source / "config.json").read_text()
 
 
-@needs_family
 def test_an_override_of_what_the_checkpoint_fixes_is_refused_with_the_next_step(
     source: Path, tmp_path: Path
 ) -> None:
@@ -153,7 +147,6 @@ def test_an_override_of_what_the_checkpoint_fixes_is_refused_with_the_next_step(
     assert list(tmp_path.iterdir()) == []
 
 
-@needs_family
 @ranks.cpu_only
 def test_a_run_is_not_exported_by_another_checkpoint(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

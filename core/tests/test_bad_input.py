@@ -24,8 +24,6 @@ from isthmus.layout import Layout
 from isthmus.registry import families, family
 from isthmus.testing.tiny import write_tiny
 
-pytestmark = pytest.mark.skipif("qwen3_next" not in families(), reason="needs the family qwen3_next")
-
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 Q_PROJ = "model.layers.3.self_attn.q_proj.weight"
 

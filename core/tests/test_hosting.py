@@ -8,11 +8,13 @@ import importlib
 import subprocess
 import sys
 import types
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from isthmus.hosting import state_passing
 from isthmus.hosting.torch_functions import import_modeling, use_torch_functions
 from isthmus.launch import run
 
@@ -301,3 +303,32 @@ def test_importing_isthmus_and_precision_does_not_import_megatron():
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("called", "missed"),
+    [
+        ("causal_conv1d_fn", "torch_chunk_gated_delta_rule"),
+        ("torch_chunk_gated_delta_rule", "causal_conv1d_fn"),
+    ],
+)
+def test_a_module_that_does_not_call_what_passes_its_state_is_refused(called: str, missed: str) -> None:
+    """A later transformers may call other functions: each rank would run its tokens alone."""
+    modeling: Any = types.ModuleType("modeling_other")
+    modeling.causal_conv1d_fn = modeling.torch_chunk_gated_delta_rule = None
+    row = torch.zeros(1, 2, 3)
+    kernels = state_passing.Kernels(
+        context=lambda **given: None,
+        delta_rule=lambda *args, **given: row,
+        convolution=lambda **given: (given["x"], None),
+    )
+    arguments = {"causal_conv1d_fn": (row, row), "torch_chunk_gated_delta_rule": (row,) * 5}[called]
+    group: Any = None
+
+    def run() -> None:
+        with state_passing.delta_net(modeling, kernels, ((0, 2),), 4, group):
+            getattr(modeling, called)(*arguments)
+
+    with pytest.raises(RuntimeError, match=f"did not call {missed} of modeling_other"):
+        run()
+    assert modeling.causal_conv1d_fn is None, "HF's own functions are back"

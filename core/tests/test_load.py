@@ -16,12 +16,11 @@ from isthmus.checkpoint.load import load
 from isthmus.checkpoint.reader import CheckpointReader
 from isthmus.layout import Layout
 from isthmus.names import live_tensors
-from isthmus.registry import families, family
+from isthmus.registry import family
 from isthmus.testing import ranks
 from isthmus.testing.tiny import write_tiny
 from isthmus.weights import WeightMap, column, same, scope, vocabulary
 
-needs_family = pytest.mark.skipif("qwen3_next" not in families(), reason="needs the family qwen3_next")
 NORM = "model.layers.0.input_layernorm.weight"
 
 
@@ -173,7 +172,6 @@ def widen(tensors: dict[str, Tensor]) -> None:
     tensors |= {name: tensor.float() + 1e-4 for name, tensor in tensors.items()}
 
 
-@needs_family
 def test_a_config_that_contradicts_the_files_rounds_nothing(tmp_path: Path) -> None:
     source = changed(tmp_path / "hf", widen)
     words = "config.json says bfloat16, most of the weights are float32. .* params_dtype"
@@ -190,7 +188,6 @@ def test_a_config_that_contradicts_the_files_rounds_nothing(tmp_path: Path) -> N
     assert all(torch.equal(exported[name], expected[name]) for name in expected)
 
 
-@needs_family
 def test_a_float16_tensor_of_a_bfloat16_checkpoint_is_kept_in_float32(tmp_path: Path) -> None:
     values = torch.linspace(-1, 1, 64).half()
     assert not torch.equal(values.bfloat16().half(), values), "values that bfloat16 rounds"
@@ -204,7 +201,6 @@ def test_a_float16_tensor_of_a_bfloat16_checkpoint_is_kept_in_float32(tmp_path: 
     assert torch.equal(exported, values)
 
 
-@needs_family
 def test_a_float64_tensor_is_refused_by_name(tmp_path: Path) -> None:
     source = changed(tmp_path / "hf", lambda tensors: tensors.update({NORM: tensors[NORM].double()}))
     words = r"float64: decoder\.layers\.0\.input_layernorm\.weight"

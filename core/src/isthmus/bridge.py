@@ -8,8 +8,6 @@ bridge.save_hf_pretrained(model, "out")
 """
 
 import copy
-import dataclasses
-import importlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
@@ -19,16 +17,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from isthmus import arithmetic, registry
+from isthmus import arithmetic, megatron_config, registry
 from isthmus.built import Model, built_fields, chunks_of, fields_of, model_config_of, remember
 from isthmus.checkpoint.collector import collector_paused
-from isthmus.checkpoint.dtypes import as_dtype, main_dtype, name_of
+from isthmus.checkpoint.dtypes import as_dtype, main_dtype
 from isthmus.checkpoint.source import read_config, resolve
 from isthmus.config import HFConfig
-from isthmus.decoder import dtype_fields
 from isthmus.family import Family
 from isthmus.layout import Layout
-from isthmus.model_fields import check_kinds, with_dtypes
 from isthmus.weights import WeightMap
 
 
@@ -135,48 +131,13 @@ class AutoBridge:
         Dtypes may be given by name. LookupError names unknown fields; ValueError lists values that are none
         for their fields, and why the layout does not fit the model.
         """
-        from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
-
         from isthmus.checkpoint.megatron_folder import check_recorded
 
-        module, _, name = self.family.config_class.partition(":")
-        config_class = getattr(importlib.import_module(module), name)
-        kind = (
-            MLATransformerConfig if self.megatron_fields.get("multi_latent_attention") else TransformerConfig
-        )
         if self.megatron_dir is not None:
-            check_recorded(self.megatron_dir, self.choices, config_class)
-        of_model = {field.name for field in dataclasses.fields(config_class) if field.init}
-        of_transformer = {field.name for field in dataclasses.fields(kind) if field.init}
-        overrides = with_dtypes(overrides)
-        check_kinds((config_class, kind), {**self.choices, **overrides})
-        fields = self._fields(overrides)
-        Layout.of(fields).check(self.family, fields)
-        try:
-            transformer = kind(**{k: v for k, v in fields.items() if k in of_transformer})
-        except AssertionError as error:
-            raise ValueError(f"Megatron refuses this configuration: {error}") from error
-        return config_class(transformer=transformer, **{k: v for k, v in fields.items() if k in of_model})
-
-    def _fields(self, overrides: Mapping[str, Any]) -> dict[str, Any]:
-        """The checkpoint's fields under `overrides`, and what follows from those."""
-        fields: dict[str, Any] = {**self.megatron_fields, **self.choices, **overrides}
-        dtype: torch.dtype | None = fields.get("params_dtype")
-        if "params_dtype" not in {**self.choices, **overrides} and self.folder is not None:
-            stored = main_dtype(self.reader.tensors.values())
-            if dtype is not None and stored is not None and dtype != stored:
-                raise ValueError(
-                    f"config.json says {name_of(dtype)}, most of the weights are {name_of(stored)}."
-                    " Choose one with params_dtype (--dtype), or correct config.json"
-                )
-            dtype = fields["params_dtype"] = dtype or stored
-        if dtype is not None:
-            fields |= {**dtype_fields(dtype), **overrides}
-        if fields.get("virtual_pipeline_model_parallel_size"):
-            # With two stages, the previous and the next are one peer, and Megatron's batched default mixes up
-            # their messages without an error.
-            fields |= {"overlap_p2p_comm": True, "batch_p2p_comm": False, **overrides}
-        return fields
+            check_recorded(self.megatron_dir, self.choices, megatron_config.config_class(self.family))
+        stored = main_dtype(self.reader.tensors.values()) if self.folder is not None else None
+        chosen = {**self.choices, **overrides}
+        return megatron_config.build(self.family, self.megatron_fields, chosen, stored)
 
     def weight_map(self, model_config: Any, keys: frozenset[str] | None = None) -> WeightMap:
         """The family's rules for this checkpoint and model config (another set of tensor names: `keys`).

@@ -31,9 +31,10 @@ class Family:
     """The kinds of parallelism that are supported and tested."""
     problems: Callable[[Layout, Mapping[str, Any]], list[str]] | None = None
     """Why a layout cannot divide the parts that Megatron does not have, of a model of these config fields."""
-    hosted: Callable[[Any], Heads] | None = None
-    """How the heads of a hosted module divide, for a model config or anything with its fields. A layout must
-    divide them, unless `hosted_mode` is "replicated". A family with several has `problems` of its own."""
+    hosted: Callable[[Any], Heads | None] | None = None
+    """How the heads of a hosted module divide, for a model config or anything with its fields; None where it
+    hosts none. A layout must divide them, unless `hosted_mode` is "replicated". A family with several has
+    `problems` of its own."""
     tiny: Tiny | None = None
     """Tiny checkpoints for tests, in the layout of the published ones."""
     mtp_reference: str | None = None

@@ -94,8 +94,9 @@ class Layout:
     def misfits(self, family: "Family", fields: Mapping[str, Any]) -> list[str]:
         """Every reason why the family's model with these Megatron config `fields` cannot be divided so."""
         own = family.problems(self, fields) if family.problems is not None else []
-        if family.hosted is not None and fields.get("hosted_mode") != "replicated":
-            own += family.hosted(SimpleNamespace(**fields)).problems(self.tp, self.cp)
+        heads = family.hosted(SimpleNamespace(**fields)) if family.hosted is not None else None
+        if heads is not None and fields.get("hosted_mode") != "replicated":
+            own += heads.problems(self.tp, self.cp)
         return [*self.unsupported(family.axes), *self.problems(fields), *own]
 
     def check(self, family: "Family", fields: Mapping[str, Any]) -> None:

@@ -12,25 +12,10 @@ from isthmus.family import Family
 from isthmus.layout import Layout
 from isthmus.testing import ranks
 from isthmus.testing.tiny import write_tiny
+from isthmus.testing.trip import export, import_
 from isthmus_deepseek.family import DEEPSEEK_V2, DEEPSEEK_V3
 
 launch.preload("transformers.modeling_utils")
-
-
-def import_(hf: Path, layout: Layout, megatron: Path, fields: dict[str, Any]) -> None:
-    from isthmus.bridge import AutoBridge
-
-    layout.initialize()
-    bridge = AutoBridge.from_hf_pretrained(hf)
-    model = bridge.build_model(bridge.get_model_config(**layout.config_overrides(), **fields))
-    bridge.import_ckpt(megatron, model)
-
-
-def export(megatron: Path, layout: Layout, out: Path) -> None:
-    from isthmus.bridge import AutoBridge
-
-    layout.initialize()
-    AutoBridge.from_megatron(megatron).export_ckpt(megatron, out)
 
 
 @pytest.mark.parametrize(

@@ -58,12 +58,22 @@ class HostedAttention(HostedModule):
 
     def run(self, hf_module: Any, hidden: Tensor, **megatron: Any) -> Tensor:
         """Causal attention (b, s, h) -> (b, s, h); what Megatron passes is not used, its mask neither."""
-        length = hidden.size(1)
-        positions = torch.arange(length, device=hidden.device)[None]
-        mask = None  # sdpa then masks what is ahead, by the module's is_causal
-        if self.implementation == "eager":
-            ahead = torch.ones(length, length, dtype=torch.bool, device=hidden.device).triu(1)
-            mask = hidden.new_zeros(length, length).masked_fill(ahead, torch.finfo(hidden.dtype).min)
+        positions = torch.arange(hidden.size(1), device=hidden.device)[None]
         rotary = self._rotary[0].to(hidden.device)
-        output, _ = hf_module(hidden, position_embeddings=rotary(hidden, positions), attention_mask=mask)
+        output, _ = hf_module(
+            hidden, position_embeddings=rotary(hidden, positions), attention_mask=self.mask(hidden)
+        )
         return output
+
+    def mask(self, hidden: Tensor) -> Tensor | None:
+        """The HF module's `attention_mask`: of what is ahead, where its implementation does not know."""
+        if self.implementation == "sdpa":
+            return None  # it masks by the module's is_causal
+        return additive_mask(hidden)
+
+
+def additive_mask(hidden: Tensor) -> Tensor:
+    """(s, s) of hidden states (b, s, h): 0 where a token may look, the dtype's lowest number ahead of it."""
+    length = hidden.size(1)
+    ahead = torch.ones(length, length, dtype=torch.bool, device=hidden.device).triu(1)
+    return hidden.new_zeros(length, length).masked_fill(ahead, torch.finfo(hidden.dtype).min)

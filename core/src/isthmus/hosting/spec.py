@@ -36,28 +36,22 @@ def layer_spec(block: Block) -> Callable[..., TransformerBlockSubmodules]:
     def spec(
         model_config: Any, config: TransformerConfig | int | None = None, vp_stage: int | None = None
     ) -> TransformerBlockSubmodules:
-        transformer, vp_stage = called(model_config, config, vp_stage)
+        if isinstance(config, int):
+            config, vp_stage = None, config
+        transformer = config or model_config.transformer
+        _prepare(model_config, transformer)
         return block(model_config, transformer, vp_stage)
 
     return spec
 
 
-def called(
-    model_config: Any, config: TransformerConfig | int | None, vp_stage: int | None
-) -> tuple[TransformerConfig, int | None]:
-    """The transformer config and stage that Megatron called a layer spec with, in either signature.
-
-    Sees to it that the model computes what Hugging Face's does, also where no bridge builds it.
-    """
-    if isinstance(config, int):
-        config, vp_stage = None, config
-    transformer = config or model_config.transformer
+def _prepare(model_config: Any, transformer: TransformerConfig) -> None:
+    """See to it that the model computes what Hugging Face's does, also where no bridge builds it."""
     optimizer_state.install()
     own_training.prepare(model_config)
     if transformer.mtp_num_layers:
         mtp.install()
         tied_head.install()
-    return transformer, vp_stage
 
 
 def hosting(model_config: Any) -> dict[str, str]:

@@ -48,7 +48,8 @@ def delta_net(
 ) -> Iterator[None]:
     """While inside, delta nets of `modeling` run this rank's part of a row of sequences. Collective.
 
-    The part is (1, n, h), the rank-th of equal runs of tokens.
+    The part is (1, n, h), the rank-th of equal runs of tokens. RuntimeError at the end: the module called
+    other functions, and has run its part as if it were the whole.
 
     Args:
         bounds: of the sequences, over all ranks; each starts from nothing.
@@ -60,10 +61,13 @@ def delta_net(
         cu_seqlens=starts.to(device), cu_seqlens_cpu=starts, group=group, conv1d_kernel_size=width
     )
 
+    called: set[str] = set()
+
     def convolution(
         x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **rest: Any
     ) -> Tensor:
         """HF's is of (b, channels, s), fla's of (b, s, channels)."""
+        called.add("causal_conv1d_fn")
         y, _ = found.convolution(
             x=x.transpose(1, 2).contiguous(),
             weight=weight,
@@ -82,6 +86,7 @@ def delta_net(
         use_qk_l2norm_in_kernel: bool = False,
         **rest: Any,
     ) -> Any:
+        called.add("torch_chunk_gated_delta_rule")
         return found.delta_rule(
             query,
             key,
@@ -99,3 +104,8 @@ def delta_net(
         yield
     finally:
         own.causal_conv1d_fn, own.torch_chunk_gated_delta_rule = kept
+    if missed := {"causal_conv1d_fn", "torch_chunk_gated_delta_rule"} - called:
+        raise RuntimeError(
+            f"Hugging Face's delta net did not call {' and '.join(sorted(missed))} of {modeling.__name__}, by"
+            " which ranks hand on their states. Use hosted_cp='heads' with this version of transformers"
+        )

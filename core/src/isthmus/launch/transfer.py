@@ -47,7 +47,7 @@ class Failure:
         try:
             pickled = pickle.dumps(error)  # goes without its causes and locals
             pickle.loads(pickled)
-        except Exception:
+        except Exception:  # of any kind: then the traceback alone is sent
             pickled = None
         return cls(text, pickled)
 

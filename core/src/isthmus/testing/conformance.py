@@ -27,7 +27,7 @@ from isthmus.family import Family
 from isthmus.layout import Layout
 from isthmus.testing import ranks, reference
 from isthmus.testing.tiny import write_tiny
-from isthmus.testing.trip import Case, LiveParameter, Trip, go
+from isthmus.testing.trip import Case, LiveParameter, Trip, export, go, import_
 from isthmus.tiny import Tiny, Variant, transformers_tensors
 from isthmus.weights import WeightMap, collapse
 
@@ -284,6 +284,19 @@ class FamilyTests:
         for account in trips(case)[1]:
             held = sum(parameter.source_bytes for parameter in account.parameters)
             assert 0 < account.bytes_read <= held + repeated
+
+    def test_a_megatron_checkpoint_is_exported_at_another_layout(
+        self, checkpoint: Callable[[str], Path], tmp_path: Path
+    ) -> None:
+        name, variant = next(iter(self.variants().items()))
+        source, megatron, out = checkpoint(name), tmp_path / "megatron", tmp_path / "out"
+        wide, deep = self.divided.resolved(), _uneven(STAGED.resolved(), variant)
+        ranks.run(wide.world_size, import_, source, wide, megatron, {}, timeout=TIMEOUT)
+        ranks.run(deep.world_size, export, megatron, deep, out, timeout=TIMEOUT)
+        with CheckpointReader(source) as before, CheckpointReader(out) as after:
+            result = compare(before, after)
+            assert result.equal == len(before.tensors), collapse([*result.missing, *result.differing])
+            assert not result.added, collapse(result.added)
 
     # What transformers makes of it
 

@@ -63,7 +63,7 @@ def make_tensors(tiny: Tiny, variant: Variant, seed: int, dtype: torch.dtype) ->
     if config["tie_word_embeddings"]:
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     if variant.fused_experts:
-        tensors = _stacked(tensors)
+        tensors = stacked_experts(tensors)
     return {
         name: tensors[name].to(torch.float32 if _matches(name, variant.fp32) else dtype)
         for name in tiny.shapes(variant)
@@ -85,7 +85,7 @@ def _random(
     return centre + spread * torch.randn(shape, generator=generator)
 
 
-def _stacked(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def stacked_experts(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Experts as transformers 5 holds them: `gate_up_proj` (E, 2F, H) and `down_proj` (E, H, F)."""
     result: dict[str, torch.Tensor] = {}
     rows: dict[str, list[torch.Tensor]] = {}

@@ -109,3 +109,21 @@ def go(folder: Path, target: Path, case: Case) -> Trip:
             )
         )
     return Trip(parameters, report.hf_tensors, report.bytes_read, moved)
+
+
+def import_(hf: Path, layout: Layout, megatron: Path, overrides: Mapping[str, Any]) -> None:
+    """HF -> Megatron's torch_dist checkpoint at this layout. Collective."""
+    from isthmus.bridge import AutoBridge
+
+    layout.initialize()
+    bridge = AutoBridge.from_hf_pretrained(hf)
+    model = bridge.build_model(bridge.get_model_config(**layout.config_overrides(), **overrides))
+    bridge.import_ckpt(megatron, model)
+
+
+def export(megatron: Path, layout: Layout, out: Path) -> None:
+    """Megatron's torch_dist checkpoint -> HF at this layout. Collective."""
+    from isthmus.bridge import AutoBridge
+
+    layout.initialize()
+    AutoBridge.from_megatron(megatron).export_ckpt(megatron, out)

@@ -88,19 +88,13 @@ class HostedSparseAttention(HostedAttention):
         module.indexer.requires_grad_(False)
         return module
 
-    def run(self, hf_module: Any, hidden: Tensor, **megatron: Any) -> Tensor:
-        """Causal attention (b, s, h) -> (b, s, h); what Megatron passes is not used."""
-        length = hidden.size(1)
-        positions = torch.arange(length, device=hidden.device)[None]
-        seen = torch.ones(length, length, dtype=torch.bool, device=hidden.device).tril()
-        mask = seen.expand(hidden.size(0), 1, length, length)
+    def mask(self, hidden: Tensor) -> Tensor:
+        """(b, 1, s, s): HF adds the indexer's choice to it, whatever the implementation."""
+        batch, length = hidden.shape[:2]
         if self.implementation == "eager":
-            mask = torch.zeros_like(mask, dtype=hidden.dtype).masked_fill(
-                ~mask, torch.finfo(hidden.dtype).min
-            )
-        rotary = self._rotary[0].to(hidden.device)
-        output, _ = hf_module(hidden, position_embeddings=rotary(hidden, positions), attention_mask=mask)
-        return output
+            return attention.additive_mask(hidden).expand(batch, 1, length, length)
+        seen = torch.ones(length, length, dtype=torch.bool, device=hidden.device).tril()
+        return seen.expand(batch, 1, length, length)
 
 
 def _rope_parameters(config: Any) -> dict[str, Any]:

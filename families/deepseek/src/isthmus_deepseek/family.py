@@ -6,7 +6,7 @@ from isthmus.family import Family
 from isthmus_deepseek import v4
 from isthmus_deepseek.bridge import weights
 from isthmus_deepseek.config import megatron_config
-from isthmus_deepseek.layout import problems
+from isthmus_deepseek.layout import hosted, problems
 from isthmus_deepseek.tiny import TINY_V2, TINY_V3, TINY_V32
 
 DEEPSEEK_V2 = Family(
@@ -17,6 +17,7 @@ DEEPSEEK_V2 = Family(
     axes=frozenset({"tp", "sp", "pp", "vp", "ep", "etp", "cp", "dp"}),
     config_class="isthmus_deepseek.model_config:DeepseekModelConfig",
     problems=problems,
+    hosted=hosted,
     tiny=TINY_V2,
 )
 DEEPSEEK_V3 = replace(

@@ -5,18 +5,22 @@ from types import SimpleNamespace
 from typing import Any
 
 from isthmus.layout import Layout
+from isthmus.weights import Heads
 from isthmus_deepseek.heads import latent_attention
 
 
+def hosted(config: Any) -> Heads | None:
+    """How the attention divides where it is Hugging Face's; `config` is anything with the config's fields."""
+    chosen = getattr(config, "attention", "megatron") == "hosted"
+    indexed = getattr(config, "dsa_indexer_topk", None) is not None
+    return latent_attention(config) if chosen or indexed else None
+
+
 def problems(layout: Layout, fields: Mapping[str, Any]) -> list[str]:
-    """Why the layout is refused: hosted heads that do not divide, or gradients that Megatron would lose."""
-    found = []
-    hosted = fields.get("attention") == "hosted" or fields.get("dsa_indexer_topk") is not None
-    if hosted and fields.get("hosted_mode") != "replicated":
-        found += latent_attention(SimpleNamespace(**fields)).problems(layout.tp, layout.cp)
-    if not hosted and layout.tp > 1 and not layout.sequence_parallel:
-        found.append(
-            f"tp={layout.tp} without sequence parallelism: Megatron's latent attention then does not reduce"
-            " the gradients of the rotated keys over its ranks; set sequence_parallel=True (--sp)"
-        )
-    return found
+    """Why the layout is refused: Megatron would lose gradients."""
+    if hosted(SimpleNamespace(**fields)) is not None or layout.tp == 1 or layout.sequence_parallel:
+        return []
+    return [
+        f"tp={layout.tp} without sequence parallelism: Megatron's latent attention then does not reduce"
+        " the gradients of the rotated keys over its ranks; set sequence_parallel=True (--sp)"
+    ]

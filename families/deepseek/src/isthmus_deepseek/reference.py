@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers.modeling_layers import MtpModel
 
 from isthmus.checkpoint.reader import CheckpointReader
+from isthmus.testing.tiny import stacked_experts
 
 SHARED = ("embed_tokens.weight", "shared_head.head.weight")
 """Copies of the model's embedding and head, which transformers takes from the model."""
@@ -21,7 +22,7 @@ def multi_token_prediction(hf: Any, reader: CheckpointReader) -> nn.Module:
     block = MultiTokenPrediction(hf)
     stem = f"model.layers.{block.number}."
     names = [name for name in reader.tensors if name.startswith(stem) and not name.endswith(SHARED)]
-    tensors = _stacked({name: reader.slice(name) for name in names}, f"{stem}mlp.experts.")
+    tensors = stacked_experts({name: reader.slice(name) for name in names})
     expected = block.state_dict()
     if tensors.keys() != expected.keys():
         raise ValueError(
@@ -57,17 +58,3 @@ class MultiTokenPrediction(nn.Module):
         """(b, s, h) for the head, from the next tokens (b, s) and the model's hidden states (b, s, h)."""
         positions = torch.arange(next_ids.size(1), device=next_ids.device)[None]
         return self._mtp[0].forward_layer(0, hidden, positions, None, input_ids=next_ids)
-
-
-def _stacked(tensors: dict[str, Tensor], stem: str) -> dict[str, Tensor]:
-    """Experts stored one by one, stacked as HF's layer holds them: gate rows first, then up."""
-    if not any(name.startswith(f"{stem}0.") for name in tensors):
-        return tensors
-    kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(stem)}
-    count = len(tensors.keys() - kept.keys()) // 3
-    gate, up, down = (
-        [tensors[f"{stem}{expert}.{kind}_proj.weight"] for expert in range(count)]
-        for kind in ("gate", "up", "down")
-    )
-    pairs = [torch.cat(pair) for pair in zip(gate, up, strict=True)]
-    return kept | {f"{stem}gate_up_proj": torch.stack(pairs), f"{stem}down_proj": torch.stack(down)}

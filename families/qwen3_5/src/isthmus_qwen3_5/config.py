@@ -4,7 +4,7 @@ from typing import Any
 
 from isthmus.config import HFConfig
 from isthmus.decoder import check_head, decoder_config, rope, rope_fields
-from isthmus_qwen3_5.names import has_vision, text_config
+from isthmus_qwen3_5.names import has_experts, has_vision, text_config
 from isthmus_qwen3_next.config import check_silu, delta_net_fields, moe_fields, mtp_layers
 
 # `mamba_ssm_dtype` is what the releases keep A_log in: the files themselves say it, tensor by tensor.
@@ -34,7 +34,7 @@ def megatron_config(hf: HFConfig, keys: frozenset[str]) -> dict[str, Any]:
             arithmetic that Megatron does not have.
     """
     text = text_config(hf)
-    experts = "num_experts" in text or "moe" in hf.model_type
+    experts = has_experts(hf)
     head_dim = text["head_dim"]
     fields = decoder_config(
         text,

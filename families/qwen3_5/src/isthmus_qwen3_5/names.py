@@ -1,5 +1,7 @@
 """Where a Qwen3.5 checkpoint keeps its language model: config section, and prefix of the tensors."""
 
+from typing import Any
+
 from isthmus.config import HFConfig
 
 # Of a vision-language checkpoint and of a text one, as published.
@@ -14,6 +16,11 @@ def text_config(hf: HFConfig) -> HFConfig:
 def has_vision(hf: HFConfig) -> bool:
     """Whether the config describes a vision tower beside the language model."""
     return "text_config" in hf
+
+
+def has_experts(hf: Any) -> bool:
+    """Whether the layers have experts, by the `model_type` of a config of either side."""
+    return "moe" in hf.model_type
 
 
 def prefix(hf: HFConfig, keys: frozenset[str]) -> str:

@@ -6,9 +6,10 @@ from torch import nn
 
 from isthmus.checkpoint.reader import CheckpointReader
 from isthmus_qwen3_5.blocks import DENSE, MOE
+from isthmus_qwen3_5.names import has_experts
 from isthmus_qwen3_next import reference
 
 
 def multi_token_prediction(hf: Any, reader: CheckpointReader) -> nn.Module:
     """The checkpoint's block, in the dtype of the model `hf`. ValueError: tensors are missing or unknown."""
-    return reference.multi_token_prediction(hf, reader, MOE if "moe" in hf.config.model_type else DENSE)
+    return reference.multi_token_prediction(hf, reader, MOE if has_experts(hf.config) else DENSE)

@@ -8,6 +8,7 @@ from typing import Any
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from isthmus.hosting import spec
 from isthmus_qwen3_5.blocks import DENSE, IN_PROJECTIONS
 from isthmus_qwen3_next.attention import HostedAttention
 from isthmus_qwen3_next.delta_net import HostedDeltaNet
@@ -30,22 +31,25 @@ class Qwen35Attention(HostedAttention):
 HOSTED = Hosted(Qwen35DeltaNet, Qwen35Attention)
 
 
+@spec.layer_spec
 def layer_spec(
-    model_config: Any, config: TransformerConfig | int | None = None, vp_stage: int | None = None
+    model_config: Any, config: TransformerConfig, vp_stage: int | None
 ) -> TransformerBlockSubmodules:
     """The decoder layers of this pipeline stage: see :func:`isthmus_qwen3_next.spec.layer_spec`."""
     return block(HOSTED, model_config, config, vp_stage)
 
 
+@spec.layer_spec
 def native_layer_spec(
-    model_config: Any, config: TransformerConfig | int | None = None, vp_stage: int | None = None
+    model_config: Any, config: TransformerConfig, vp_stage: int | None
 ) -> TransformerBlockSubmodules:
     """`layer_spec` with Megatron's delta net, for `--spec`: Megatron's arguments have no `delta_net`."""
     return block(HOSTED, model_config, config, vp_stage, delta_net="megatron", attention="megatron")
 
 
+@spec.layer_spec
 def hosted_layer_spec(
-    model_config: Any, config: TransformerConfig | int | None = None, vp_stage: int | None = None
+    model_config: Any, config: TransformerConfig, vp_stage: int | None
 ) -> TransformerBlockSubmodules:
     """`layer_spec` with HF's delta net and HF's attention, for `--spec`."""
     return block(HOSTED, model_config, config, vp_stage, delta_net="hosted", attention="hosted")

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from isthmus.checkpoint.reader import CheckpointReader
+from isthmus.testing.tiny import stacked_experts
 from isthmus_qwen3_next.classes import CLASSES, Classes
 
 
@@ -18,7 +19,9 @@ def multi_token_prediction(hf: Any, reader: CheckpointReader, classes: Classes =
     """The checkpoint's block, in the dtype of the model `hf`. ValueError: tensors are missing or unknown."""
     dense = not any(".mlp.experts." in name for name in reader.tensors if name.startswith("mtp."))
     block = MultiTokenPrediction(hf.config, dense, classes)
-    tensors = _stacked({name: reader.slice(name) for name in reader.tensors if name.startswith("mtp.")})
+    tensors = stacked_experts(
+        {name: reader.slice(name) for name in reader.tensors if name.startswith("mtp.")}
+    )
     expected = block.state_dict()
     if tensors.keys() != expected.keys():
         raise ValueError(
@@ -27,21 +30,6 @@ def multi_token_prediction(hf: Any, reader: CheckpointReader, classes: Classes =
         )
     block.load_state_dict(tensors)
     return block.to(hf.dtype)
-
-
-def _stacked(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Experts stored one by one, stacked as HF's layer holds them: gate rows first, then up."""
-    stem = "mtp.layers.0.mlp.experts."
-    if not any(name.startswith(f"{stem}0.") for name in tensors):
-        return tensors
-    kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(stem)}
-    count = len(tensors.keys() - kept.keys()) // 3
-    gate, up, down = (
-        [tensors[f"{stem}{expert}.{kind}_proj.weight"] for expert in range(count)]
-        for kind in ("gate", "up", "down")
-    )
-    pairs = [torch.cat(pair) for pair in zip(gate, up, strict=True)]
-    return kept | {f"{stem}gate_up_proj": torch.stack(pairs), f"{stem}down_proj": torch.stack(down)}
 
 
 class MultiTokenPrediction(nn.Module):

@@ -29,8 +29,9 @@ class Hosted:
     attention: type[HostedAttention] = HostedAttention
 
 
+@core.layer_spec
 def layer_spec(
-    model_config: Any, config: TransformerConfig | int | None = None, vp_stage: int | None = None
+    model_config: Any, config: TransformerConfig, vp_stage: int | None
 ) -> TransformerBlockSubmodules:
     """The decoder layers of this pipeline stage, called as (model_config, vp_stage) or (args, config,
     vp_stage).
@@ -43,15 +44,17 @@ def layer_spec(
     return block(Hosted(), model_config, config, vp_stage)
 
 
+@core.layer_spec
 def native_layer_spec(
-    model_config: Any, config: TransformerConfig | int | None = None, vp_stage: int | None = None
+    model_config: Any, config: TransformerConfig, vp_stage: int | None
 ) -> TransformerBlockSubmodules:
     """`layer_spec` with Megatron's delta net, for `--spec`: Megatron's arguments have no `delta_net`."""
     return block(Hosted(), model_config, config, vp_stage, delta_net="megatron", attention="megatron")
 
 
+@core.layer_spec
 def hosted_layer_spec(
-    model_config: Any, config: TransformerConfig | int | None = None, vp_stage: int | None = None
+    model_config: Any, config: TransformerConfig, vp_stage: int | None
 ) -> TransformerBlockSubmodules:
     """`layer_spec` with HF's delta net and HF's attention, for `--spec`."""
     return block(Hosted(), model_config, config, vp_stage, delta_net="hosted", attention="hosted")
@@ -60,12 +63,11 @@ def hosted_layer_spec(
 def block(
     modules: Hosted,
     model_config: Any,
-    config: TransformerConfig | int | None,
+    config: TransformerConfig,
     vp_stage: int | None,
     **mixers: str,
 ) -> TransformerBlockSubmodules:
     """The layers of a stage, with `modules` where they are hosted; `mixers` overrule the model config."""
-    config, vp_stage = core.called(model_config, config, vp_stage)
     delta_net = mixers.get("delta_net") or getattr(model_config, "delta_net", "hosted")
     attention = mixers.get("attention") or getattr(model_config, "attention", "megatron")
     _check(config, delta_net, attention)

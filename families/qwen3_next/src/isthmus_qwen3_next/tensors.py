@@ -16,19 +16,19 @@ def tensors(hf: HFConfig, mtp: bool = True) -> Shapes:
     shapes: Shapes = {"model.embed_tokens.weight": (vocab, hidden)}
     for i, kind in enumerate(layer_types(hf)):
         mixer = (
-            _below("linear_attn", _delta_net(hf))
+            below("linear_attn", _delta_net(hf))
             if kind == "linear_attention"
-            else _below("self_attn", _attention(hf))
+            else below("self_attn", attention(hf))
         )
         sparse = i not in dense and (i + 1) % hf["decoder_sparse_step"] == 0
-        mlp = _experts(hf) if sparse else _mlp(hf, hf["intermediate_size"])
-        shapes |= _below(f"model.layers.{i}", {**mixer, **_below("mlp", mlp), **_norms(hf)})
+        feed_forward = experts(hf) if sparse else mlp(hf, hf["intermediate_size"])
+        shapes |= below(f"model.layers.{i}", {**mixer, **below("mlp", feed_forward), **norms(hf)})
     shapes |= {"model.norm.weight": (hidden,), "lm_head.weight": (vocab, hidden)}
     if mtp:
-        layer = {**_below("self_attn", _attention(hf)), **_below("mlp", _experts(hf)), **_norms(hf)}
+        layer = {**below("self_attn", attention(hf)), **below("mlp", experts(hf)), **norms(hf)}
         shapes |= {
             "mtp.fc.weight": (hidden, 2 * hidden),
-            **_below("mtp.layers.0", layer),
+            **below("mtp.layers.0", layer),
             "mtp.norm.weight": (hidden,),
             "mtp.pre_fc_norm_embedding.weight": (hidden,),
             "mtp.pre_fc_norm_hidden.weight": (hidden,),
@@ -36,15 +36,18 @@ def tensors(hf: HFConfig, mtp: bool = True) -> Shapes:
     return shapes
 
 
-def _below(prefix: str, shapes: Shapes) -> Shapes:
+def below(prefix: str, shapes: Shapes) -> Shapes:
+    """The same tensors with names below `prefix`."""
     return {f"{prefix}.{name}": shape for name, shape in shapes.items()}
 
 
-def _norms(hf: HFConfig) -> Shapes:
+def norms(hf: HFConfig) -> Shapes:
+    """Of a layer, before the mixer and before the MLP."""
     return dict.fromkeys(("input_layernorm.weight", "post_attention_layernorm.weight"), (hf["hidden_size"],))
 
 
-def _attention(hf: HFConfig) -> Shapes:
+def attention(hf: HFConfig) -> Shapes:
+    """Of a full-attention layer."""
     hidden, head = hf["hidden_size"], hf["head_dim"]
     q, kv = hf["num_attention_heads"] * head, hf["num_key_value_heads"] * head
     return {
@@ -71,14 +74,16 @@ def _delta_net(hf: HFConfig) -> Shapes:
     }
 
 
-def _experts(hf: HFConfig) -> Shapes:
+def experts(hf: HFConfig) -> Shapes:
+    """Of a layer with experts, one by one, and the shared one."""
     shapes: Shapes = {"gate.weight": (hf["num_experts"], hf["hidden_size"])}
     for e in range(hf["num_experts"]):
-        shapes |= _below(f"experts.{e}", _mlp(hf, hf["moe_intermediate_size"]))
-    shapes |= _below("shared_expert", _mlp(hf, hf["shared_expert_intermediate_size"]))
+        shapes |= below(f"experts.{e}", mlp(hf, hf["moe_intermediate_size"]))
+    shapes |= below("shared_expert", mlp(hf, hf["shared_expert_intermediate_size"]))
     return shapes | {"shared_expert_gate.weight": (1, hf["hidden_size"])}
 
 
-def _mlp(hf: HFConfig, rows: int) -> Shapes:
+def mlp(hf: HFConfig, rows: int) -> Shapes:
+    """A gated MLP of `rows` intermediate rows."""
     up, down = (rows, hf["hidden_size"]), (hf["hidden_size"], rows)
     return {"gate_proj.weight": up, "up_proj.weight": up, "down_proj.weight": down}

@@ -23,20 +23,22 @@ SHRUNK = {
     "linear_num_value_heads": 8,
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 16,
-    "intermediate_size": 160,
+    "max_position_embeddings": 1024,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+SHRUNK_MLP = {"intermediate_size": 160}
+SHRUNK_EXPERTS = {
     "num_experts": 8,
     "num_experts_per_tok": 3,
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 32,
-    "max_position_embeddings": 1024,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
 }
 
 
 def tiny_config(**overrides: Any) -> dict[str, Any]:
     """A small Qwen3-Next config.json in the published spelling; `overrides` are fields of it."""
-    return PUBLISHED | SHRUNK | overrides
+    return PUBLISHED | SHRUNK | SHRUNK_MLP | SHRUNK_EXPERTS | overrides
 
 
 VARIANTS = {
