@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 from isthmus.checkpoint import folder as folders
-from isthmus.checkpoint.folder import Staging, carry_side_files, check_target
+from isthmus.checkpoint.folder import Staging, carry_side_files, check_target, cleared
 from isthmus.checkpoint.writer import OutputTensor, ShardWriter
 
 
@@ -191,6 +192,28 @@ def test_a_killed_run_leaves_the_target_and_does_not_block_the_next(tmp_path):
     publish(target, overwrite=True, config="new")
     assert content(target) == {"config": "new"}
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_what_a_dying_process_still_holds_is_cleared_once_it_lets_go(tmp_path):
+    target = tmp_path / "out"
+
+    @cleared(target)
+    def interrupted():
+        staging = Staging(target)  # as a process that a killed rank forked: its lock ends a little later
+        threading.Timer(0.5, staging._unlock).start()
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt, match="nothing written"):
+        interrupted()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_another_run_is_writing_is_not_waited_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(folders, "PATIENCE", 1e6)
+    with Staging(tmp_path / "out") as other:
+        with pytest.raises(KeyboardInterrupt), cleared(tmp_path / "out"):
+            raise KeyboardInterrupt
+        assert other.path.exists()
 
 
 def test_a_full_disk_is_one_clear_error_and_leaves_the_target(tmp_path):

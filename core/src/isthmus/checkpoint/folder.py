@@ -11,6 +11,7 @@ import glob
 import os
 import secrets
 import shutil
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatch
@@ -20,6 +21,7 @@ from pathlib import Path
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.ckpt", "*.h5", "*.msgpack", "*.ot")
 WEIGHTS += ("*.onnx", "*.onnx_data", "*.safetensors.index*.json", "*.bin.index*.json")
 MARGIN = 50  # one part in so many, for headers, side files and what a file system keeps for itself
+PATIENCE = 5.0  # seconds that a killed process, or one it forked, may take to let go of its lock
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
@@ -99,11 +101,13 @@ def cleared(target: str | Path) -> Iterator[None]:
     A KeyboardInterrupt goes on with words that say whether the target has been written.
     """
     target = Path(os.path.realpath(target))
-    before = _identity(target)
+    before, others = _identity(target), set(_staged(target))
     try:
         yield
     except BaseException as error:
-        _remove_dead(target)
+        end = time.monotonic() + PATIENCE
+        while _remove_dead(target) - others and time.monotonic() < end:
+            time.sleep(0.05)
         if isinstance(error, KeyboardInterrupt):
             kept = _identity(target) in (before, None)
             error.args = ("nothing written" if kept else f"{target} is written",)
@@ -203,10 +207,16 @@ def _prefix(target: Path) -> str:
     return f".{target.name}.staging-"
 
 
-def _remove_dead(target: Path) -> None:
-    """Removes the target's staging folders whose runs are gone."""
-    for left in target.parent.glob(f"{glob.escape(_prefix(target))}*"):
-        _remove_if_dead(left)
+def _staged(target: Path) -> Iterator[Path]:
+    """The target's staging folders, of whichever run."""
+    return target.parent.glob(f"{glob.escape(_prefix(target))}*")
+
+
+def _remove_dead(target: Path) -> set[Path]:
+    """Removes the target's staging folders whose runs are gone; the others."""
+    for path in _staged(target):
+        _remove_if_dead(path)
+    return set(_staged(target))
 
 
 def _remove_if_dead(path: Path) -> None:
