@@ -15,7 +15,7 @@ from torch import Tensor
 
 from isthmus import cli
 from isthmus.registry import family
-from isthmus.testing.tiny import write_tiny
+from isthmus.testing.tiny import stacked_experts, write_tiny
 
 EXPERTS = "model.layers.0.mlp.experts"
 
@@ -60,6 +60,20 @@ def test_variants_hold_the_same_numbers(checkpoint: Callable[[str], Path]) -> No
         assert torch.equal(stacked[f"{EXPERTS}.gate_up_proj"][e], torch.cat([gate, up]))
         assert torch.equal(stacked[f"{EXPERTS}.down_proj"][e], default[f"{EXPERTS}.{e}.down_proj.weight"])
     assert f"{EXPERTS}.0.gate_proj.weight" not in stacked
+
+
+def test_experts_are_stacked_by_number_and_stacks_stay() -> None:
+    """Files have the experts by name, 10 before 2."""
+    names = sorted(f"m.experts.{e}.{kind}_proj.weight" for e in range(12) for kind in ("gate", "up", "down"))
+    single = {name: torch.full((2, 3), float(name.split(".")[2])) for name in names}
+    stacks = stacked_experts({**single, "m.norm.weight": torch.ones(3)})
+    assert stacks.keys() == {"m.experts.gate_up_proj", "m.experts.down_proj", "m.norm.weight"}
+    for name, shape in (("gate_up_proj", (12, 4, 3)), ("down_proj", (12, 2, 3))):
+        assert stacks[f"m.experts.{name}"].shape == shape
+        assert stacks[f"m.experts.{name}"][:, 0, 0].tolist() == list(range(12))
+    again = stacked_experts(stacks)
+    assert again.keys() == stacks.keys()
+    assert all(again[name] is stacks[name] for name in stacks)
 
 
 def test_each_variant_is_what_its_name_says(checkpoint: Callable[[str], Path]) -> None:

@@ -1,5 +1,6 @@
 """What a family's checkpoints look like, as data: the shape of every tensor, and variants of a tiny one."""
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -109,23 +110,24 @@ class Tiny:
         }
 
 
-def stack_of(name: str) -> str | None:
-    """The stacked tensor that an expert's tensor becomes a part of; None where it is not an expert's."""
-    prefix, experts, rest = name.partition(".experts.")
-    if not experts:
+def stack_of(name: str) -> tuple[str, int] | None:
+    """The stacked tensor that one expert's tensor is a part of, and its row there; None for all others."""
+    match = re.fullmatch(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight", name)
+    if match is None:
         return None
-    return f"{prefix}.experts.{'down_proj' if rest.endswith('.down_proj.weight') else 'gate_up_proj'}"
+    return f"{match[1]}.{'down_proj' if match[3] == 'down' else 'gate_up_proj'}", int(match[2])
 
 
 def _stacked(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
     """The same with the experts of a layer in one tensor."""
     stacked: dict[str, tuple[int, ...]] = {}
     for name, shape in shapes.items():
-        stack = stack_of(name)
-        if stack is None:
+        place = stack_of(name)
+        if place is None:
             stacked[name] = shape
             continue
+        stack, expert = place
         rows = shape[0] * (2 if stack.endswith("gate_up_proj") else 1)
-        count = stacked.get(stack, (0,))[0] + (not name.endswith(".up_proj.weight"))
+        count = max(stacked.get(stack, (0,))[0], expert + 1)
         stacked[stack] = (count, rows, *shape[1:])
     return stacked

@@ -86,19 +86,27 @@ def _random(
 
 
 def stacked_experts(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Experts as transformers 5 holds them: `gate_up_proj` (E, 2F, H) and `down_proj` (E, H, F)."""
+    """Experts as transformers 5 holds them: `gate_up_proj` (E, 2F, H) and `down_proj` (E, H, F).
+
+    Those that are held so already, and all other tensors, are the same.
+    """
     result: dict[str, torch.Tensor] = {}
-    rows: dict[str, list[torch.Tensor]] = {}
+    rows: dict[
+        str, dict[int, torch.Tensor]
+    ] = {}  # in whatever order the tensors come: files have 10 before 2
     for name, tensor in tensors.items():
-        stack = stack_of(name)
-        if stack is None:
+        place = stack_of(name)
+        if place is None:
             result[name] = tensor
-        elif name.endswith(".gate_proj.weight"):
-            up = tensors[name.replace(".gate_proj.", ".up_proj.")]
-            rows.setdefault(stack, []).append(torch.cat([tensor, up]))
-        elif name.endswith(".down_proj.weight"):
-            rows.setdefault(stack, []).append(tensor)
-    return result | {stack: torch.stack(parts) for stack, parts in rows.items()}
+            continue
+        stack, expert = place
+        if name.endswith(".gate_proj.weight"):
+            tensor = torch.cat([tensor, tensors[name.replace(".gate_proj.", ".up_proj.")]])
+        if not name.endswith(".up_proj.weight"):
+            rows.setdefault(stack, {})[expert] = tensor
+    return result | {
+        stack: torch.stack([parts[expert] for expert in range(len(parts))]) for stack, parts in rows.items()
+    }
 
 
 def _write_shards(folder: Path, tensors: Mapping[str, torch.Tensor], count: int) -> None:
