@@ -21,12 +21,15 @@ class Family:
 
     name: str
     model_types: tuple[str, ...]
+    """Those that it converts. Each is an entry point of the package."""
     model_config: Callable[[HFConfig, frozenset[str]], dict[str, Any]]
     """Fields of GPTModelConfig and TransformerConfig that reproduce the checkpoint's arithmetic."""
     weights: Callable[[HFConfig, frozenset[str], Any], WeightMap]
     """The weight map, for a Megatron model config (or anything with its fields)."""
     config_class: str
     """``module:Class`` of the GPTModelConfig to build; imported only when a model is built."""
+    refused: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """model_type -> why it is not converted. Each is an entry point, too, so that its users are told."""
     axes: frozenset[str] = frozenset({"tp", "sp", "pp", "vp", "ep", "etp", "dp"})
     """The kinds of parallelism that are supported and tested."""
     problems: Callable[[Layout, Mapping[str, Any]], list[str]] | None = None
@@ -48,12 +51,14 @@ class Family:
             if model_type in (None, variant.config["model_type"])
         }
 
-    def variant(self, name: str) -> Variant:
-        """The tiny variant `name`; `fp8_block` is the default one quantised, `tied+fp8_block` another one.
+    def variant(self, name: str, model_type: str | None = None) -> Variant:
+        """The tiny variant `name`, of one `model_type` or of all.
 
+        `default` is the first one, `fp8_block` that one quantised, `tied+fp8_block` another one quantised.
         LookupError where the family has none of that name, or none at all.
         """
-        variants = self.tiny.variants if self.tiny else {}
+        variants = self.variants(model_type)
+        variants = {"default": next(iter(variants.values())), **variants} if variants else {}
         if name in variants:
             return variants[name]
         base, _, storage = name.rpartition("+")
@@ -62,7 +67,8 @@ class Family:
             fused = plain.fused_experts or storage in STACKED
             about = f"{plain.about}; {QUANTISED[storage]}"
             return dataclasses.replace(plain, about=about, quantised=storage, fused_experts=fused)
+        owner = model_type or f"family {self.name}"
         raise LookupError(
-            f"family {self.name} has no tiny variant {name!r} (it has: {', '.join(variants) or 'none'}; each"
+            f"{owner} has no tiny variant {name!r} (it has: {', '.join(variants) or 'none'}; each"
             f" of them quantised, as in default+fp8_block: {', '.join(QUANTISED)})"
         )

@@ -56,14 +56,20 @@ def families() -> Mapping[str, Entry]:
 
 
 def family(model_type: str) -> Family:
-    """The family that handles `model_type`. LookupError names what is installed and what to install."""
+    """The family that handles `model_type`.
+
+    LookupError names what is installed and what to install, or says why the family refuses this one.
+    """
     installed = families()
     if model_type not in installed:
         known = ", ".join(sorted(installed)) or "none"
         raise LookupError(
             f"no installed family handles model_type {model_type!r} (installed: {known}){_advice(model_type)}"
         )
-    return installed[model_type].load()
+    found = installed[model_type].load()
+    if model_type in found.refused:
+        raise LookupError(found.refused[model_type])
+    return found
 
 
 def _advice(model_type: str) -> str:

@@ -7,8 +7,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from isthmus import cli
+from isthmus import cli, registry
 from isthmus.bridge import AutoBridge
+from isthmus_deepseek.family import FAMILY
 
 CONFIG = {"model_type": "deepseek_v4", "architectures": ["DeepseekV4ForCausalLM"], "hc_mult": 4}
 
@@ -34,6 +35,17 @@ def test_plan_says_why_not(folder: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "hyper-connections" in capsys.readouterr().err
 
 
-def test_no_model_config_is_made(folder: Path) -> None:
-    with pytest.raises(ValueError, match="DeepSeek-V4 cannot be converted"):
-        _ = AutoBridge.from_hf_pretrained(folder).megatron_fields
+def test_no_bridge_is_made(folder: Path) -> None:
+    with pytest.raises(LookupError, match="DeepSeek-V4 cannot be converted"):
+        AutoBridge.from_hf_pretrained(folder)
+
+
+def test_every_model_type_is_an_entry_point() -> None:
+    named = {name for name, entry in registry.families().items() if entry.dist == "isthmus-deepseek"}
+    assert named == {*FAMILY.model_types, *FAMILY.refused}
+
+
+def test_it_is_no_supported_model_type(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["families", "--json", "-"]) == 0
+    listed = [row for row in json.loads(capsys.readouterr().out)["families"] if row["name"] == "deepseek"]
+    assert [row["model_types"] for row in listed] == [["deepseek_v2", "deepseek_v3", "deepseek_v32"]]

@@ -19,21 +19,19 @@ from isthmus.names import live_tensors
 from isthmus.testing import ranks
 from isthmus.testing.tiny import write_tiny
 from isthmus.testing.verify import Request, verify
-from isthmus_deepseek.family import DEEPSEEK_V2, DEEPSEEK_V3, DEEPSEEK_V32
+from isthmus_deepseek.family import FAMILY
 
 GRADIENTS = Request(grads=True)
-FAMILIES = {"v2": DEEPSEEK_V2, "v3": DEEPSEEK_V3, "v32": DEEPSEEK_V32}
 
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The folder of a tiny checkpoint by `v2 lite`, family and variant."""
+    """The folder of a tiny checkpoint, by the name of its variant."""
     root = tmp_path_factory.mktemp("tiny")
 
     def folder(name: str) -> Path:
         if not (root / name).exists():
-            family, variant = name.split()
-            write_tiny(FAMILIES[family], root / name, variant, seed=1)
+            write_tiny(FAMILY, root / name, name, seed=1)
         return root / name
 
     return folder
@@ -55,21 +53,21 @@ def on_rank(folder: Path, layout: Layout, request: Request, mistake: str) -> dic
 @pytest.mark.parametrize(
     ("layout", "name"),
     [
-        (Layout(tp=2), "v2 default"),
-        (Layout(pp=2), "v2 lite"),
-        (Layout(cp=2), "v2 default"),
-        (Layout(), "v2 plain_rope"),
-        (Layout(ep=2), "v3 no_groups"),
-        (Layout(pp=2), "v3 default"),
-        (Layout(tp=2, ep=2), "v3 fused_experts"),
-        (Layout(tp=2, etp=2), "v3 odd_vocab"),
-        (Layout(tp=2, cp=2), "v3 default"),
-        (Layout(pp=2, vp=2), "v3 no_mtp"),
-        (Layout(pp=3, pipeline_layout="Et|tt|tmL"), "v3 default"),
-        (Layout(), "v3 mscales"),
-        (Layout(), "v3 plain_rope"),
-        (Layout(ep=2), "v3 three_of_groups"),
-        (Layout(tp=2), "v3 moonlight"),
+        (Layout(tp=2), "v2"),
+        (Layout(pp=2), "lite"),
+        (Layout(cp=2), "v2"),
+        (Layout(), "lite_plain_rope"),
+        (Layout(ep=2), "no_groups"),
+        (Layout(pp=2), "default"),
+        (Layout(tp=2, ep=2), "fused_experts"),
+        (Layout(tp=2, etp=2), "odd_vocab"),
+        (Layout(tp=2, cp=2), "default"),
+        (Layout(pp=2, vp=2), "no_mtp"),
+        (Layout(pp=3, pipeline_layout="Et|tt|tmL"), "default"),
+        (Layout(), "mscales"),
+        (Layout(), "plain_rope"),
+        (Layout(ep=2), "three_of_groups"),
+        (Layout(tp=2), "moonlight"),
     ],
     ids=str,
 )
@@ -80,7 +78,8 @@ def test_outputs_and_gradients_are_hugging_faces_on_every_layout(
     assert document["failures"] == []
     assert document["passed"]
     assert document["forward"]["argmax_agreement"] == 1.0
-    predicts = name.startswith("v3") and name.split()[1] not in ("no_mtp", "three_of_groups", "moonlight")
+    variant = FAMILY.variant(name)
+    predicts = variant.mtp and variant.config["model_type"] == "deepseek_v3"
     assert (document["forward"]["mtp"] is not None) == predicts
 
 
@@ -88,20 +87,20 @@ def test_outputs_and_gradients_are_hugging_faces_on_every_layout(
 def test_packed_sequences_are_those_run_one_by_one(
     checkpoints: Callable[[str], Path], layout: Layout
 ) -> None:
-    document = proof(checkpoints("v3 default"), layout, replace(GRADIENTS, packed=True))
+    document = proof(checkpoints("default"), layout, replace(GRADIENTS, packed=True))
     assert document["failures"] == []
 
 
 @pytest.mark.parametrize(
     ("layout", "name", "packed", "overrides"),
     [
-        (Layout(), "v2 default", False, {}),
-        (Layout(tp=2), "v2 lite", False, {}),
-        (Layout(tp=2, cp=2), "v3 mscales", True, {}),
-        (Layout(cp=2), "v3 no_mtp", False, {"cp_layout": "contiguous"}),
-        (Layout(tp=2), "v3 moonlight", False, {"hosted_mode": "replicated"}),
-        (Layout(tp=2, ep=2), "v32 default", False, {}),
-        (Layout(cp=2), "v32 default", True, {}),
+        (Layout(), "v2", False, {}),
+        (Layout(tp=2), "lite", False, {}),
+        (Layout(tp=2, cp=2), "mscales", True, {}),
+        (Layout(cp=2), "no_mtp", False, {"cp_layout": "contiguous"}),
+        (Layout(tp=2), "moonlight", False, {"hosted_mode": "replicated"}),
+        (Layout(tp=2, ep=2), "v32", False, {}),
+        (Layout(cp=2), "v32", True, {}),
     ],
     ids=str,
 )
@@ -124,7 +123,7 @@ def test_hugging_faces_own_attention_is_hosted(
 def test_what_loses_gradients_is_refused(
     checkpoints: Callable[[str], Path], fields: dict[str, Any], match: str
 ) -> None:
-    ranks.run(2, refused_on_rank, checkpoints("v2 lite"), fields, match, timeout=120)
+    ranks.run(2, refused_on_rank, checkpoints("lite"), fields, match, timeout=120)
 
 
 def refused_on_rank(folder: Path, fields: dict[str, Any], match: str) -> None:
@@ -136,7 +135,7 @@ def refused_on_rank(folder: Path, fields: dict[str, Any], match: str) -> None:
 
 
 def test_the_bias_of_the_router_keeps_its_bits(checkpoints: Callable[[str], Path]) -> None:
-    ranks.run(2, bias_on_rank, checkpoints("v3 default"), timeout=120)
+    ranks.run(2, bias_on_rank, checkpoints("default"), timeout=120)
 
 
 def bias_on_rank(folder: Path) -> None:
@@ -197,15 +196,15 @@ MISTAKES: dict[str, Callable[[AutoBridge], None]] = {
 @pytest.mark.parametrize(
     ("mistake", "name"),
     [
-        ("groups", "v2 default"),
-        ("groups", "v3 three_of_groups"),
-        ("norm", "v2 lite"),
-        ("mscale", "v3 mscales"),
-        ("mscale_all_dim", "v2 lite"),
-        ("scaling", "v3 no_mtp"),
-        ("groups_off", "v3 no_mtp"),
-        ("epsilon", "v3 no_mtp"),
-        ("indexer", "v32 default"),
+        ("groups", "v2"),
+        ("groups", "three_of_groups"),
+        ("norm", "lite"),
+        ("mscale", "mscales"),
+        ("mscale_all_dim", "lite"),
+        ("scaling", "no_mtp"),
+        ("groups_off", "no_mtp"),
+        ("epsilon", "no_mtp"),
+        ("indexer", "v32"),
     ],
 )
 def test_a_mistake_is_found(checkpoints: Callable[[str], Path], mistake: str, name: str) -> None:

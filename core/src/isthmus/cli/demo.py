@@ -112,7 +112,7 @@ def _story(out: "Console", family: "Family", variant: str, folder: Path, steps: 
     passed = all(check.passed for check in table)
     out.print("PASSED" if passed else "FAILED")
     return {
-        "model_type": family.model_types[0],
+        "model_type": family.variant(variant).config["model_type"],
         "layout": layout.as_dict(),
         "passed": passed,
         "checks": [

@@ -59,5 +59,6 @@ def _describe(entry: "Entry") -> dict[str, Any]:
         row["error"] = str(error) if isinstance(error, LookupError) else f"{type(error).__name__}: {error}"
     else:
         row["name"] = family.name
+        row["model_types"] = [] if entry.model_type in family.refused else [entry.model_type]
         row["layout_axes"] = [axis for axis in AXES if axis in family.axes]
     return row

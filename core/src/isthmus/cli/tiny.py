@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
             f" {', '.join(sorted(written)) or 'none'}"
         )
     variant = args.variant or next(iter(variants))
-    chosen.variant(variant)
+    tiny = chosen.variant(variant, args.model_type)
     check_target(args.out_dir, args.overwrite)
 
     import torch
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     from isthmus.testing.tiny import write_tiny
 
     dtype = getattr(torch, args.dtype) if args.dtype else None
-    write_tiny(chosen, args.out_dir, variant, seed=args.seed, dtype=dtype, overwrite=args.overwrite)
+    write_tiny(chosen, args.out_dir, tiny, seed=args.seed, dtype=dtype, overwrite=args.overwrite)
     with CheckpointReader(args.out_dir) as reader:
         count, nbytes = len(reader.tensors), sum(info.nbytes for info in reader.tensors.values())
     output.console(args).print(f"{args.out_dir}: {variant}, {count} tensors, {nbytes:,} bytes")

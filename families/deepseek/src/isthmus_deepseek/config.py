@@ -154,6 +154,7 @@ def _indexer(hf: HFConfig, layers: int, dense: int) -> dict[str, Any]:
     if hf["q_lora_rank"] is None:
         raise ValueError("config.json: q_lora_rank is null, and the indexer takes the latent of queries")
     return {
+        "attention": "hosted",
         "dsa_indexer_topk": hf["index_topk"],
         "dsa_indexer_head_dim": hf["index_head_dim"],
         "dsa_indexer_n_heads": hf["index_n_heads"],

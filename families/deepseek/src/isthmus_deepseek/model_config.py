@@ -13,7 +13,8 @@ class DeepseekModelConfig(HostedModelConfig):
     """A GPTModelConfig whose layers are :func:`isthmus_deepseek.spec.layer_spec`.
 
     Attributes:
-        attention: of the decoder's layers, "megatron" or "hosted"; the MTP layer's is Megatron's.
+        attention: of the decoder's layers, "megatron" or "hosted" (V3.2's must be); the MTP layer's is
+            Megatron's.
     """
 
     transformer_layer_spec: Any | Callable[..., Any] | None = layer_spec
@@ -28,10 +29,3 @@ class DeepseekModelConfig(HostedModelConfig):
         super().__post_init__()
         # The layers differ, so a checkpoint must name each by its number instead of stacking them.
         self.transformer.hetereogenous_dist_checkpoint = True
-
-
-@dataclass(kw_only=True)
-class DeepseekV32ModelConfig(DeepseekModelConfig):
-    """The model config of DeepSeek-V3.2, whose attention is hosted."""
-
-    attention: str = "hosted"

@@ -87,23 +87,21 @@ COPIES = {
 BIAS = ("*.e_score_correction_bias",)
 
 V2_VARIANTS = {
-    "default": Variant(
-        tiny_v2(), "DeepSeek-V2 with fewer and smaller parts: 4 layers, 16 experts", reloaded=True
-    ),
+    "v2": Variant(tiny_v2(), "DeepSeek-V2 with fewer and smaller parts: 4 layers, 16 experts", reloaded=True),
     "lite": Variant(
         tiny_v2_lite(), "DeepSeek-V2-Lite: no latent of queries, 8 experts, no groups", reloaded=True
     ),
-    "plain_rope": Variant(tiny_v2_lite(rope_scaling=None), "lite, its rotary embedding not scaled"),
-    "odd_vocab": Variant(
+    "lite_plain_rope": Variant(tiny_v2_lite(rope_scaling=None), "lite, its rotary embedding not scaled"),
+    "v2_odd_vocab": Variant(
         tiny_v2(vocab_size=151), "151 vocabulary rows, which tensor parallelism cannot divide"
     ),
-    "fused_experts": Variant(
+    "v2_fused_experts": Variant(
         tiny_v2(),
         "the experts of a layer in one tensor, as transformers 5 holds them",
         fused_experts=True,
         reloaded=True,
     ),
-    "sharded": Variant(tiny_v2_lite(), "three safetensors files and an index", shards=3),
+    "lite_sharded": Variant(tiny_v2_lite(), "three safetensors files and an index", shards=3),
 }
 V3_VARIANTS = {
     "default": Variant(
@@ -153,11 +151,9 @@ V3_VARIANTS = {
 }
 
 V32_VARIANTS = {
-    "default": Variant(
+    "v32": Variant(
         tiny_v32(), "DeepSeek-V3 with an indexer, without the MTP layer", mtp=False, fp32=BIAS, reloaded=True
     ),
 }
 
-TINY_V2 = Tiny(V2_VARIANTS, tensors, VALUES)
-TINY_V3 = Tiny(V3_VARIANTS, tensors, VALUES, COPIES)
-TINY_V32 = Tiny(V32_VARIANTS, tensors, VALUES)
+TINY = Tiny(V3_VARIANTS | V2_VARIANTS | V32_VARIANTS, tensors, VALUES, COPIES)

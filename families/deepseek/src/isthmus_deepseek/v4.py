@@ -1,20 +1,13 @@
 """DeepSeek-V4: known, so that what it is can be said, and refused."""
 
-from typing import Any, NoReturn
-
-from isthmus.config import HFConfig
-
 LACKING = (
     "attention over compressed keys, with an indexer and sinks (layer_types)",
     "hyper-connections between layers (hc_mult)",
     "experts chosen by a token's id (num_hash_layers)",
 )
 
-
-def refuse(hf: HFConfig, keys: frozenset[str], model: Any = None) -> NoReturn:
-    """ValueError: Megatron-core has no such model."""
-    lines = "".join(f"\n  {what}" for what in LACKING)
-    raise ValueError(
-        f"DeepSeek-V4 cannot be converted: megatron-core 0.19 has no{lines}\n"
-        "V2, V3 and V3.2 are supported. `isthmus inspect` says what the files of a V4 hold"
-    )
+REASON = (
+    "DeepSeek-V4 cannot be converted: megatron-core 0.19 has no"
+    + "".join(f"\n  {what}" for what in LACKING)
+    + "\nV2, V3 and V3.2 are supported. `isthmus inspect` says what the files of a V4 hold"
+)
