@@ -102,7 +102,7 @@ def test_a_model_of_another_function_is_refused_everywhere_before_anything_is_wr
     source: Path, tmp_path: Path
 ) -> None:
     other = altered(source, tmp_path / "other", **OTHER)
-    (said,) = ranks.run(1, refusals, source, other, tmp_path / "out", timeout=120)
+    (said,) = ranks.run(1, refusals, source, other, tmp_path / "out")
     for message in said.values():
         assert {line.strip() for line in message.splitlines()[1:-1]} == WORDS
     assert [path.name for path in tmp_path.iterdir()] == ["other"]
@@ -110,7 +110,7 @@ def test_a_model_of_another_function_is_refused_everywhere_before_anything_is_wr
 
 def test_a_tied_model_is_not_an_untied_checkpoints(source: Path, tmp_path: Path) -> None:
     other = altered(source, tmp_path / "other", tie_word_embeddings=True)
-    (said,) = ranks.run(1, refusals, source, other, tmp_path / "out", timeout=120)
+    (said,) = ranks.run(1, refusals, source, other, tmp_path / "out")
     line = "share_embeddings_and_output_weights: True by the checkpoint's config.json, False of the model"
     assert all(line in message for message in said.values())
 
@@ -133,7 +133,7 @@ def test_what_a_run_chooses_is_not_compared(source: Path, tmp_path: Path) -> Non
         "delta_net": "megatron",
         "seq_length": 128,
     }
-    ranks.run(1, chosen, source, tmp_path / "out", timeout=120, **fields)
+    ranks.run(1, chosen, source, tmp_path / "out", **fields)
     assert (tmp_path / "out" / "config.json").read_text() == (source / "config.json").read_text()
 
 
@@ -143,7 +143,7 @@ def test_an_override_of_what_the_checkpoint_fixes_is_refused_with_the_next_step(
     with pytest.raises(
         ValueError, match=r"rotary_base: 10000000 by .*, 500 of the model\n.*change config.json"
     ):
-        ranks.run(1, chosen, source, tmp_path / "out", timeout=120, rotary_base=500)
+        ranks.run(1, chosen, source, tmp_path / "out", rotary_base=500)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -127,7 +127,7 @@ def test_vocabulary_padding_is_zero_and_never_written(
 ) -> None:
     source = checkpoint("odd_vocab")
     layout = Layout(tp=2).resolved()
-    found = ranks.run(2, padding, source, layout, tmp_path / "out", timeout=120)
+    found = ranks.run(2, padding, source, layout, tmp_path / "out")
     assert [nonzero for rank in found for nonzero in rank[::2]] == [0] * 4
     assert sum(rank[1] for rank in found) > 0, "no padding, nothing tested"
     assert_same(tensors(tmp_path / "out"), tensors(source))
@@ -138,7 +138,7 @@ def test_a_tied_head_is_written_if_the_source_has_it(
     checkpoint: Callable[[str], Path], tmp_path: Path, variant: str
 ) -> None:
     source = checkpoint(variant)
-    ranks.run(2, saved, source, Layout(pp=2).resolved(), tmp_path / "out", {}, timeout=120)
+    ranks.run(2, saved, source, Layout(pp=2).resolved(), tmp_path / "out", {})
     found = tensors(tmp_path / "out")
     assert (HEAD in found) == (variant == "tied_with_head")
     assert_same(found, tensors(source))
@@ -162,7 +162,6 @@ def test_a_copy_that_has_drifted_is_refused(
             Layout(pp=2).resolved(),
             tmp_path / "out",
             parameter,
-            timeout=120,
             **fields,
         )
     assert not (tmp_path / "out").exists()
@@ -173,7 +172,7 @@ def test_a_tied_head_that_megatron_does_not_use_may_drift(
 ) -> None:
     # With an MTP block the last stage has the embedding itself, and the head beside it is never trained.
     source, out = checkpoint("tied"), tmp_path / "out"
-    ranks.run(2, drifted, source, Layout(pp=2).resolved(), out, "output_layer.weight", timeout=120)
+    ranks.run(2, drifted, source, Layout(pp=2).resolved(), out, "output_layer.weight")
     assert_same(tensors(out), tensors(source))
 
 
@@ -183,7 +182,7 @@ def test_an_export_without_mtp_counts_no_mtp(checkpoint: Callable[[str], Path], 
     config = json.loads((source / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
     (source / "config.json").write_text(json.dumps(config))
     options = {"passthrough": False}
-    ranks.run(1, saved, source, Layout(), out, options, timeout=120, mtp_num_layers=None)
+    ranks.run(1, saved, source, Layout(), out, options, mtp_num_layers=None)
     assert json.loads((out / "config.json").read_text()) == config | {"num_nextn_predict_layers": 0}
 
 
@@ -196,12 +195,12 @@ def test_a_head_that_is_tied_and_differs_is_refused(
     save_file(content, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text((checkpoint("tied") / "config.json").read_text())
     with pytest.raises(ValueError, match=r"lm_head\.weight differs from model\.embed_tokens\.weight"):
-        ranks.run(1, loaded_bytes, tmp_path, Layout(), timeout=120)
+        ranks.run(1, loaded_bytes, tmp_path, Layout())
 
 
 def test_files_are_cut_at_the_size_asked_for(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     source, out = checkpoint("default"), tmp_path / "out"
-    ranks.run(2, saved, source, Layout(tp=2).resolved(), out, {"max_shard_size": "100KB"}, timeout=120)
+    ranks.run(2, saved, source, Layout(tp=2).resolved(), out, {"max_shard_size": "100KB"})
     files = sorted(out.glob("*.safetensors"))
     index = json.loads((out / "model.safetensors.index.json").read_text())
     found = tensors(out)
@@ -217,7 +216,7 @@ def test_a_writer_that_refuses_on_one_rank_stops_all(
     checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:
     layout = Layout(tp=2).resolved()
-    found = ranks.run(2, without_a_file, checkpoint("default"), layout, tmp_path / "out", timeout=120)
+    found = ranks.run(2, without_a_file, checkpoint("default"), layout, tmp_path / "out")
     assert found == ["rank 1: no such file today", "no such file today"]
     assert list(tmp_path.iterdir()) == []
 
@@ -232,7 +231,7 @@ def test_the_source_keeps_its_mtp_block_through_a_model_without(
     for passthrough in (True, False):
         out = tmp_path / str(passthrough)
         options = {"passthrough": passthrough}
-        ranks.run(2, saved, source, Layout(pp=2).resolved(), out, options, timeout=120, mtp_num_layers=None)
+        ranks.run(2, saved, source, Layout(pp=2).resolved(), out, options, mtp_num_layers=None)
     expected = tensors(source)
     assert_same(tensors(tmp_path / "True"), expected)
     without = {name: tensor for name, tensor in expected.items() if not name.startswith("mtp.")}
@@ -248,7 +247,7 @@ def test_all_tensors_are_written_in_the_dtype_asked_for(
     checkpoint: Callable[[str], Path], tmp_path: Path, dtype: str
 ) -> None:
     source, out = checkpoint("fp32_a_log"), tmp_path / "out"
-    ranks.run(1, saved, source, Layout(), out, {"dtype": dtype}, timeout=120, mtp_num_layers=None)
+    ranks.run(1, saved, source, Layout(), out, {"dtype": dtype}, mtp_num_layers=None)
     wanted = getattr(torch, dtype)
     assert_same(tensors(out), {name: tensor.to(wanted) for name, tensor in tensors(source).items()})
     assert json.loads((out / "config.json").read_text())["torch_dtype"] == dtype
@@ -257,7 +256,7 @@ def test_all_tensors_are_written_in_the_dtype_asked_for(
 def test_each_tensor_keeps_the_sources_dtype(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     source, out = checkpoint("fp32_a_log"), tmp_path / "out"
     layout = Layout(tp=2).resolved()
-    ranks.run(2, saved, source, layout, out, {}, timeout=120, params_dtype=torch.float32)
+    ranks.run(2, saved, source, layout, out, {}, params_dtype=torch.float32)
     found = tensors(out)
     assert {tensor.dtype for tensor in found.values()} == {torch.float32, torch.bfloat16}
     assert_same(found, tensors(source))
@@ -282,9 +281,9 @@ def test_finite_values_that_become_infinite_are_refused_by_name(
     source, layout = checkpoint("default"), Layout(tp=2).resolved()
     for target in (tmp_path / "out", None):
         with pytest.raises(ValueError, match=r"infinite in float16 \(.*: .*norm\.weight.*larger range"):
-            ranks.run(2, soiled, source, layout, target, 65536.0, timeout=120)
+            ranks.run(2, soiled, source, layout, target, 65536.0)
     assert list(tmp_path.iterdir()) == []
-    ranks.run(2, soiled, source, layout, tmp_path / "out", float("inf"), timeout=120)
+    ranks.run(2, soiled, source, layout, tmp_path / "out", float("inf"))
     assert tensors(tmp_path / "out")["model.norm.weight"].isinf().sum() == 1, "what was infinite stays so"
 
 
@@ -292,7 +291,7 @@ def test_a_dtype_that_is_none_is_refused(checkpoint: Callable[[str], Path], tmp_
     with pytest.raises(
         ValueError, match="dtype must be auto, source, float32, bfloat16 or float16, got 'fp8'"
     ):
-        ranks.run(1, saved, checkpoint("default"), Layout(), tmp_path / "out", {"dtype": "fp8"}, timeout=120)
+        ranks.run(1, saved, checkpoint("default"), Layout(), tmp_path / "out", {"dtype": "fp8"})
 
 
 # Which rank
@@ -308,8 +307,8 @@ def test_a_stream_has_one_order_whoever_yields(
 ) -> None:
     source, layout = checkpoint(variant), layout.resolved()
     expected = {name: described(name, tensor) for name, tensor in tensors(source).items()}
-    everywhere = ranks.run(layout.world_size, streamed, source, layout, ranks="all", timeout=120)
-    owned = ranks.run(layout.world_size, streamed, source, layout, ranks="owner", timeout=120)
+    everywhere = ranks.run(layout.world_size, streamed, source, layout, ranks="all")
+    owned = ranks.run(layout.world_size, streamed, source, layout, ranks="owner")
     assert all(rank == everywhere[0] for rank in everywhere)
     assert sorted(everywhere[0]) == sorted(expected.values())
     assert sorted(line for rank in owned for line in rank) == sorted(expected.values()), "each has one owner"
@@ -320,7 +319,7 @@ def test_a_stream_has_one_order_whoever_yields(
 
 def test_ranks_are_all_or_owner(checkpoint: Callable[[str], Path]) -> None:
     with pytest.raises(ValueError, match="ranks must be 'all' or 'owner', got 'some'"):
-        ranks.run(1, streamed, checkpoint("default"), Layout(), ranks="some", timeout=120)
+        ranks.run(1, streamed, checkpoint("default"), Layout(), ranks="some")
 
 
 # How much is read
@@ -331,11 +330,11 @@ def test_ranks_read_their_share(checkpoint: Callable[[str], Path]) -> None:
     sizes = {name: tensor.nbytes for name, tensor in tensors(source).items()}
     total = sum(sizes.values())
     experts = sum(size for name, size in sizes.items() if ".experts." in name)
-    whole = ranks.run(1, loaded_bytes, source, Layout(), timeout=120)
+    whole = ranks.run(1, loaded_bytes, source, Layout())
     assert whole == [total]
-    over_experts = ranks.run(2, loaded_bytes, source, Layout(ep=2, dp=2), timeout=120)
+    over_experts = ranks.run(2, loaded_bytes, source, Layout(ep=2, dp=2))
     assert over_experts == [total - experts // 2] * 2
     for layout in (Layout(tp=2, ep=2).resolved(), Layout(tp=2, etp=2).resolved()):
-        divided = ranks.run(2, loaded_bytes, source, layout, timeout=120, **NATIVE)
+        divided = ranks.run(2, loaded_bytes, source, layout, **NATIVE)
         assert max(divided) <= 0.52 * total, f"{divided} of {total} bytes"
         assert sum(divided) >= total

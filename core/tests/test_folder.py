@@ -186,7 +186,7 @@ def test_a_killed_run_leaves_the_target_and_does_not_block_the_next(tmp_path):
             others = [path for path in tmp_path.glob(".out.staging-*") if path != staging.path]
             assert [path.name for path in others[0].iterdir()] == ["model.safetensors"]
         process.send_signal(signal.SIGKILL)
-        process.wait(timeout=30)
+        process.wait()
     assert content(target) == {"config": "old"}
     assert others[0].exists()
     publish(target, overwrite=True, config="new")

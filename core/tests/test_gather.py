@@ -30,7 +30,7 @@ def told_when_one_fails(kind: str, text: str, rank: int) -> tuple[str, str]:
     [("bug", "no kernel", "RuntimeError"), ("memory", "", "RuntimeError"), ("request", "", "ValueError")],
 )
 def test_an_error_of_any_kind_on_one_rank_is_raised_on_all(kind, text, elsewhere, rank) -> None:
-    told = launch.run(2, told_when_one_fails, kind, text, rank, timeout=60)
+    told = launch.run(2, told_when_one_fails, kind, text, rank)
     name = KINDS[kind].__name__
     assert told[rank] == (name, text)
     assert told[1 - rank] == (elsewhere, f"rank {rank}: {text or name}")

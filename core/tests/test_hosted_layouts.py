@@ -140,7 +140,7 @@ def all_errors(tp: int, cp: int) -> dict[tuple, dict[str, float]]:
 
 @pytest.mark.parametrize(("tp", "cp"), LAYOUTS)
 def test_output_and_every_gradient_equal_the_bare_module(tp, cp):
-    for rank in run(tp * cp, all_errors, tp, cp, timeout=240):
+    for rank in run(tp * cp, all_errors, tp, cp):
         for case, found in rank.items():
             assert len(found) == 7
             assert max(found.values()) < EXACT, (case, found)
@@ -198,7 +198,7 @@ def broken(mutation: str, tp: int, cp: int, sp: bool, mode: str) -> dict[str, fl
 )
 def test_what_would_break_a_gradient_is_seen(mutation, layout, wrong):
     tp, cp, *_ = layout
-    ranks = run(tp * cp, broken, mutation, *layout, timeout=120)
+    ranks = run(tp * cp, broken, mutation, *layout)
     # Not on all of them: the last tokens have no later ones from which a gradient could be lost.
     assert max(found[wrong] for found in ranks) > WRONG, ranks
 
@@ -218,7 +218,7 @@ def grad_norms(tp: int, cp: int) -> list[float]:
 
 @pytest.mark.parametrize(("tp", "cp"), [(4, 1), (2, 2)])
 def test_the_gradient_norm_counts_every_parameter_once(tp, cp):
-    for rank in run(tp * cp, grad_norms, tp, cp, timeout=120):
+    for rank in run(tp * cp, grad_norms, tp, cp):
         assert max(rank) < NORM
 
 
@@ -251,7 +251,7 @@ def drift(tp: int, cp: int, sp: bool, mode: str) -> float:
 @pytest.mark.parametrize("mode", ["heads", "replicated"])
 @pytest.mark.parametrize("sp", [True, False])
 def test_copies_stay_bitwise_equal(mode, sp):
-    assert run(4, drift, 2, 2, sp, mode, timeout=240) == [0.0] * 4
+    assert run(4, drift, 2, 2, sp, mode) == [0.0] * 4
 
 
 def flops(tp: int, cp: int, mode: str) -> int:
@@ -266,11 +266,11 @@ def flops(tp: int, cp: int, mode: str) -> int:
 
 
 def test_heads_divide_the_work_and_replicas_repeat_it():
-    (single,) = run(1, flops, 1, 1, "heads", timeout=120)
-    divided = run(4, flops, 2, 2, "heads", timeout=120)
+    (single,) = run(1, flops, 1, 1, "heads")
+    divided = run(4, flops, 2, 2, "heads")
     key = 2 * GROUPS * DIM * HIDDEN * 64 * 3  # its two heads are not four: each rank computes one
     assert divided == [(single - key) // 4 + key // 2] * 4
-    assert run(4, flops, 2, 2, "replicated", timeout=120) == [single] * 4
+    assert run(4, flops, 2, 2, "replicated") == [single] * 4
 
 
 def initial_values(mode: str) -> dict[str, Tensor]:
@@ -288,7 +288,7 @@ def initial_values(mode: str) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(("mode", "alike"), [("heads", {"norm"}), ("replicated", None)])
 def test_shards_start_apart_and_copies_alike(mode, alike):
-    first, second = run(2, initial_values, mode, timeout=120)
+    first, second = run(2, initial_values, mode)
     equal = {name for name, value in first.items() if torch.equal(value, second[name])}
     assert equal == (first.keys() if alike is None else alike)
 
@@ -312,8 +312,8 @@ def sharded(tp: int, cp: int, mode: str) -> dict[str, list]:
 
 @pytest.mark.parametrize("mode", ["heads", "replicated"])
 def test_a_checkpoint_has_the_same_keys_everywhere_and_every_number_once(mode):
-    (single,) = run(1, sharded, 1, 1, "heads", timeout=120)
-    ranks = run(4, sharded, 2, 2, mode, timeout=120)
+    (single,) = run(1, sharded, 1, 1, "heads")
+    ranks = run(4, sharded, 2, 2, mode)
     for rank in ranks:
         assert rank.keys() == single.keys()
     for key, [(shape, _, _, _)] in single.items():
@@ -341,4 +341,4 @@ def build(cp: int, mode: str | None, **config) -> None:
 )
 def test_heads_that_do_not_divide_are_refused_and_never_replicated_silently(mode, config, message):
     with pytest.raises(ValueError, match=message):
-        run(2, build, 2, mode, timeout=120, **config)
+        run(2, build, 2, mode, **config)

@@ -105,7 +105,7 @@ def gradient_errors(tp: int, sp: bool) -> dict[str, float]:
 
 @pytest.mark.parametrize(("tp", "sp"), [(1, False), (2, False), (2, True)])
 def test_output_and_every_gradient_equal_the_bare_module(tp, sp):
-    for errors in run(tp, gradient_errors, tp, sp, timeout=120):
+    for errors in run(tp, gradient_errors, tp, sp):
         assert max(errors.values()) < EXACT, errors
 
 
@@ -138,7 +138,7 @@ def packed_errors(tp: int, sp: bool) -> tuple[float, float, bool]:
 
 @pytest.mark.parametrize(("tp", "sp"), [(1, False), (2, True)])
 def test_packed_sequences_are_run_apart(tp, sp):
-    for output, gradient, same in run(tp, packed_errors, tp, sp, timeout=120):
+    for output, gradient, same in run(tp, packed_errors, tp, sp):
         assert output < EXACT
         assert gradient < EXACT
         assert same, "altering the first sequence moved another one"
@@ -165,13 +165,13 @@ def call_with(packed: dict) -> None:
 )
 def test_packing_that_cannot_be_exact_is_refused(packed, message):
     with pytest.raises(ValueError, match=message):
-        run(1, call_with, packed, timeout=120)
+        run(1, call_with, packed)
 
 
 def test_a_batch_divided_over_other_ranks_than_the_module_is_refused():
     packed = {"qkv_format": "thd", "cu_seqlens_q": [0, 16], "cu_seqlens_kv": [0, 16], "local_cp_size": 2}
     with pytest.raises(ValueError, match="context_parallel_size=1, and the batch is divided over 2"):
-        run(1, call_with, packed, timeout=120)
+        run(1, call_with, packed)
 
 
 def call_with_odd_rows(packed: dict | None) -> None:
@@ -188,7 +188,7 @@ def call_with_odd_rows(packed: dict | None) -> None:
 @pytest.mark.parametrize("packed", [None, {"cu_seqlens": [0, 6, 16]}, {"cu_seqlens": [0, 8, 14]}])
 def test_sequences_that_zigzag_cannot_divide_are_refused(packed):
     with pytest.raises(ValueError, match="into the 4 chunks of context_parallel_size=2: pad it"):
-        run(2, call_with_odd_rows, packed, timeout=120)
+        run(2, call_with_odd_rows, packed)
 
 
 def build_uninitialised() -> None:
@@ -197,7 +197,7 @@ def build_uninitialised() -> None:
 
 def test_a_parameter_that_nobody_initialises_is_refused():
     with pytest.raises(ValueError, match="left \\['decay'\\] uninitialised"):
-        run(1, build_uninitialised, timeout=120)
+        run(1, build_uninitialised)
 
 
 def build_attention(implementation: str | None) -> None:
@@ -216,9 +216,9 @@ def build_attention(implementation: str | None) -> None:
 
 
 def test_causal_attention_that_would_see_the_future_is_refused():
-    run(1, build_attention, "sdpa", timeout=120)
+    run(1, build_attention, "sdpa")
     with pytest.raises(ValueError, match="no _attn_implementation"):
-        run(1, build_attention, None, timeout=120)
+        run(1, build_attention, None)
 
 
 def built_under_meta() -> dict[str, tuple]:
@@ -233,7 +233,7 @@ def built_under_meta() -> dict[str, tuple]:
 
 
 def test_the_meta_device_allocates_nothing_and_marks_survive_leaving_it():
-    (parameters,) = run(1, built_under_meta, timeout=120)
+    (parameters,) = run(1, built_under_meta)
     assert parameters["mixer.decay"] == (True, "torch.float32", True, True)
     assert parameters["mixer.inner.weight"] == (True, "torch.bfloat16", True, False)
 
@@ -249,7 +249,7 @@ def sharded_replicas(tp: int) -> tuple[set[str], set[str], list]:
 
 
 def test_a_checkpoint_holds_every_parameter_once():
-    ranks = run(4, sharded_replicas, 2, timeout=120)  # two data-parallel replicas of two copies
+    ranks = run(4, sharded_replicas, 2)  # two data-parallel replicas of two copies
     for plain, sharded, _ in ranks:
         assert plain == sharded
     for key in ranks[0][0]:

@@ -12,7 +12,7 @@ import pytest
 from isthmus.registry import family
 from isthmus.testing.tiny import write_tiny
 
-PATIENCE = 120.0  # seconds, on a machine that does much else
+PATIENCE = 600.0  # seconds, on a machine that does much else
 # An import whose rank stops in mid-write, and has a process of its own, as Megatron's writer has.
 SCRIPT = """
 import multiprocessing, os, sys, time
@@ -57,6 +57,10 @@ def test_an_interrupted_import_leaves_nothing(tmp_path: Path, number: signal.Sig
     write_tiny(family("qwen3_next"), tmp_path / "hf")
     (tmp_path / "script.py").write_text(SCRIPT)
     before = sorted(tmp_path.iterdir())
+
+    def staged() -> list[Path]:
+        return list(tmp_path.glob(".megatron.staging-*/pids"))
+
     run = subprocess.Popen(
         [sys.executable, "script.py", "import", "hf", "megatron"],
         cwd=tmp_path,
@@ -68,7 +72,8 @@ def test_an_interrupted_import_leaves_nothing(tmp_path: Path, number: signal.Sig
         ),  # a shell's background job ignores it
     )
     try:
-        [pids] = until(lambda: list(tmp_path.glob(".megatron.staging-*/pids")), "nothing was staged")
+        until(lambda: staged() or run.poll() is not None, "nothing was staged")
+        [pids] = staged()
         workers = [int(pid) for pid in pids.read_text().split()]
         run.send_signal(number)
         _, stderr = run.communicate(timeout=PATIENCE)

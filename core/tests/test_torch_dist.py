@@ -78,7 +78,7 @@ def through_megatron(fields: dict) -> tuple[dict, dict, dict]:
 
 
 def test_megatrons_own_parser_gives_back_the_fields() -> None:
-    transformer, model, told = launch.run(1, through_megatron, FIELDS | MODEL, timeout=120)[0]
+    transformer, model, told = launch.run(1, through_megatron, FIELDS | MODEL)[0]
     assert transformer == FIELDS
     assert model == MODEL | {"should_pad_vocab": False}  # the script has padded vocab_size itself
     apart = {"bf16", "fp16", "params_dtype", "pipeline_dtype", "should_pad_vocab"}
@@ -95,7 +95,7 @@ def told_by(fields: dict, left_out: set[str]) -> dict:
 
 
 def test_an_argument_that_was_not_saved_has_its_default_and_a_derived_size_is_not_told() -> None:
-    told = launch.run(1, told_by, FIELDS | MODEL, {"rotary_base", "vocab_size"}, timeout=120)[0]
+    told = launch.run(1, told_by, FIELDS | MODEL, {"rotary_base", "vocab_size"})[0]
     assert told["rotary_base"] == 10000
     assert "vocab_size" not in told
     assert told["moe_router_topk"] == 3
@@ -109,7 +109,7 @@ def arguments_of(fields: dict) -> list[str]:
 
 def test_a_field_that_no_argument_can_express_is_named() -> None:
     with pytest.raises(ValueError, match=r"no argument for flux_capacitor=3"):
-        launch.run(1, arguments_of, FIELDS | MODEL | {"flux_capacitor": 3}, timeout=120)
+        launch.run(1, arguments_of, FIELDS | MODEL | {"flux_capacitor": 3})
 
 
 @pytest.mark.parametrize(

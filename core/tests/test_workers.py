@@ -89,7 +89,7 @@ def test_torchruns_ranks_get_all_results_and_are_quiet(tmp_path: Path) -> None:
         "2",
         str(program),
     ]
-    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=600)
     assert done.stdout == "[0, 1]\n[0, 1]\n"
     assert "Warning" not in done.stderr
 

@@ -227,7 +227,7 @@ def test_routing_weights_are_those_of_transformers_router(renormalise):
     generator = torch.Generator().manual_seed(0)
     router.weight.normal_(generator=generator)
     logits, weights, chosen = router(torch.randn(32, 64, generator=generator))
-    ((probabilities, routed),) = run(1, route, logits, fields_of(raw), timeout=120)
+    ((probabilities, routed),) = run(1, route, logits, fields_of(raw))
     assert torch.equal(routed, torch.zeros_like(routed).scatter(1, chosen, True))
     torch.testing.assert_close(probabilities, torch.zeros_like(logits).scatter(1, chosen, weights))
 
@@ -293,7 +293,7 @@ def changed_by_megatron(names):
 
 
 def test_megatrons_classes_take_every_variants_fields_as_they_are():
-    (changed,) = run(1, changed_by_megatron, list(VARIANTS), timeout=120)
+    (changed,) = run(1, changed_by_megatron, list(VARIANTS))
     assert changed == {name: {} for name in VARIANTS}
 
 

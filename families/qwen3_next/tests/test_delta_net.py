@@ -249,7 +249,7 @@ def train(delta_net: str, tp: int, sp: bool) -> dict:
     ],
 )
 def test_training_equals_the_hf_module(delta_net, tp, sp):
-    for result in launch.run(tp, train, delta_net, tp, sp, timeout=180):
+    for result in launch.run(tp, train, delta_net, tp, sp):
         tiny = {
             name: error for name, error in result["errors"].items() if name.endswith(("A_log", "dt_bias"))
         }
@@ -290,7 +290,7 @@ def packed(delta_net: str, tp: int, sp: bool) -> tuple[float, float, bool]:
 
 @pytest.mark.parametrize(("delta_net", "tp", "sp"), [("hosted", 1, False), ("megatron", 2, True)])
 def test_packed_sequences_equal_separate_ones(delta_net, tp, sp):
-    for output, gradient, same in launch.run(tp, packed, delta_net, tp, sp, timeout=180):
+    for output, gradient, same in launch.run(tp, packed, delta_net, tp, sp):
         assert output < EXACT
         assert gradient < EXACT
         assert same, "altering the first sequence moved the second"
@@ -327,7 +327,7 @@ def in_bf16(delta_net: str) -> tuple[list[str], bool, str, float, bool]:
 
 @pytest.mark.parametrize("delta_net", ["hosted", "megatron"])
 def test_decay_rates_stay_exact_in_a_bf16_model(delta_net):
-    ((names, kept, dtype, distance, still),) = launch.run(1, in_bf16, delta_net, timeout=180)
+    ((names, kept, dtype, distance, still),) = launch.run(1, in_bf16, delta_net)
     assert [name.rpartition(".")[2] for name in names] == ["A_log"]
     assert kept
     assert dtype == "torch.bfloat16"

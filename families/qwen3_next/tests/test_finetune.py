@@ -48,7 +48,7 @@ def train(words: list[str]) -> Reports:
 
 def finetune(world_size: int, hf: Path, out: Path, *words: str) -> Reports:
     """What the last rank reports of each step."""
-    return launch.run(world_size, train, [str(hf), str(out), *TRAIN, *words], timeout=300)[-1]
+    return launch.run(world_size, train, [str(hf), str(out), *TRAIN, *words])[-1]
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +99,7 @@ def hf_losses(folder: Path, step: int) -> tuple[float, float | None]:
 def test_the_losses_are_those_of_transformers(source: Path, alone: tuple[Path, Reports], steps: int) -> None:
     out, reports = alone
     folder = out / f"hf-{steps}" if steps else source
-    loss, mtp_loss = launch.run(1, hf_losses, folder, steps, timeout=120)[0]
+    loss, mtp_loss = launch.run(1, hf_losses, folder, steps)[0]
     assert reports[steps]["loss"] == pytest.approx(loss, rel=HF_LOSS)
     assert reports[steps]["mtp_loss"] == pytest.approx(mtp_loss, rel=HF_LOSS)
 

@@ -159,7 +159,7 @@ def all_errors(tp: int, cp: int) -> dict[tuple, dict[str, float]]:
 
 @pytest.mark.parametrize(("tp", "cp"), LAYOUTS)
 def test_output_and_every_gradient_equal_the_hf_module(tp, cp):
-    for rank in launch.run(tp * cp, all_errors, tp, cp, timeout=400):
+    for rank in launch.run(tp * cp, all_errors, tp, cp):
         for case, found in rank.items():
             assert len(found) == (10 if case[0] == "delta_net" else 9)
             for name, error in found.items():
@@ -191,7 +191,7 @@ def leaking_convolution() -> dict[str, float]:
 
 
 def test_a_convolution_that_sees_the_sequence_before_is_noticed():
-    (found,) = launch.run(1, leaking_convolution, timeout=120)
+    (found,) = launch.run(1, leaking_convolution)
     assert found["output"] > 1e-2
 
 
@@ -209,6 +209,6 @@ def flops(mixer: str, tp: int, cp: int, mode: str) -> int:
 
 
 def test_four_ranks_do_a_quarter_of_the_delta_nets_work_each():
-    (single,) = launch.run(1, flops, "delta_net", 1, 1, "heads", timeout=120)
-    assert launch.run(4, flops, "delta_net", 2, 2, "heads", timeout=120) == [single // 4] * 4
-    assert launch.run(4, flops, "delta_net", 2, 2, "replicated", timeout=120) == [single] * 4
+    (single,) = launch.run(1, flops, "delta_net", 1, 1, "heads")
+    assert launch.run(4, flops, "delta_net", 2, 2, "heads") == [single // 4] * 4
+    assert launch.run(4, flops, "delta_net", 2, 2, "replicated") == [single] * 4

@@ -58,6 +58,6 @@ def proofs(folder: Path, layout: Layout) -> dict[tuple[bool, str, bool], dict[st
     "layout", [Layout(tp=2), Layout(tp=4), Layout(cp=2), Layout(cp=4), Layout(tp=2, cp=2)], ids=str
 )
 def test_a_model_of_hosted_mixers_alone_is_hugging_faces(dense: Path, layout: Layout) -> None:
-    documents = ranks.run(layout.world_size, proofs, dense, layout, timeout=240)[0]
+    documents = ranks.run(layout.world_size, proofs, dense, layout)[0]
     assert len(documents) == (len(CASES) if layout.tp > 1 else 3)
     assert {case: document["failures"] for case, document in documents.items() if document["failures"]} == {}

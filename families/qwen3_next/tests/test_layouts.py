@@ -82,7 +82,7 @@ def test_attention_gets_its_queries_gates_keys_and_values(tmp_path: Path, groups
     expected = {"query": query, "gate": gate, "key": project("k", (groups, head))}
     expected["value"] = project("v", (groups, head))
     layout = Layout(tp=tp).resolved()
-    for rank, found in enumerate(launch.run(tp, attention_parts, tmp_path / "hf", layout, x, timeout=120)):
+    for rank, found in enumerate(launch.run(tp, attention_parts, tmp_path / "hf", layout, x)):
         for name, whole in expected.items():
             count = whole.size(2)
             # where there are fewer groups than ranks, neighbours share one
@@ -112,7 +112,7 @@ def test_the_delta_net_gets_its_parts(tmp_path: Path, tp: int) -> None:
     kernels = kernels.split([key_heads * k, key_heads * k, key_heads * v])
     convolved = dict(zip(("conv query", "conv key", "conv value"), kernels, strict=True))
     layout = Layout(tp=tp).resolved()
-    for rank, found in enumerate(launch.run(tp, delta_net_parts, tmp_path / "hf", layout, x, timeout=120)):
+    for rank, found in enumerate(launch.run(tp, delta_net_parts, tmp_path / "hf", layout, x)):
         for name, part in expected.items():
             torch.testing.assert_close(found[name], part.chunk(tp, dim=-1)[rank])
         for name, part in convolved.items():

@@ -78,7 +78,7 @@ def test_weights_pass_through_without_a_second_copy(checkpoint: Path, tmp_path: 
     size = sum(path.stat().st_size for path in checkpoint.glob("*.safetensors"))
     assert size > LEAST
     layout = layout.resolved()
-    found = launch.run(layout.world_size, growth, checkpoint, tmp_path / "out", layout, timeout=300)
+    found = launch.run(layout.world_size, growth, checkpoint, tmp_path / "out", layout)
     print([{name: most / size for name, most in rank.items()} for rank in found])
     for rank in found:
         assert rank["load"] < LOAD * size

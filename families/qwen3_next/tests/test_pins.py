@@ -181,7 +181,7 @@ def stages(
 def test_pinned_parameters_keep_the_sources_bits_through_training(
     source: Path, tmp_path: Path, layout: Layout, distributed: bool
 ) -> None:
-    for found in launch.run(2, stages, source, tmp_path, layout, distributed, None, timeout=300):
+    for found in launch.run(2, stages, source, tmp_path, layout, distributed, None):
         assert len(found) == 8
         assert not any(found.values()), found
 
@@ -200,7 +200,7 @@ def test_pinned_parameters_keep_the_sources_bits_through_training(
 def test_rounding_at_any_place_is_seen(
     source: Path, tmp_path: Path, broken: str, distributed: bool, seen: str
 ) -> None:
-    (found,) = launch.run(1, stages, source, tmp_path, Layout(), distributed, broken, timeout=300)
+    (found,) = launch.run(1, stages, source, tmp_path, Layout(), distributed, broken)
     assert len(found[seen]) == 3, found
 
 
@@ -217,7 +217,7 @@ def after_steps(source: Path, broken: str | None) -> dict[str, Tensor]:
 @pytest.mark.parametrize("broken", [None, "after DDP"])
 def test_a_pin_that_is_enforced_after_ddp_is_not_trained_as_one(source: Path, broken: str | None) -> None:
     """Its values are then no part of the buffer through which data-parallel ranks share an update."""
-    first, second = launch.run(2, after_steps, source, broken, timeout=300)
+    first, second = launch.run(2, after_steps, source, broken)
     start = pinned(source)
     same = [torch.equal(first[name], second[name]) for name in first]
     assert len(same) == 3

@@ -50,7 +50,7 @@ def by_hand(c: dict) -> dict[str, int]:
 
 
 def test_the_80b_model_at_tp4_pp4_ep8_is_counted_as_by_hand() -> None:
-    document = launch.run(1, plan_config, PUBLISHED, LARGE, MTP, timeout=120)[0]
+    document = launch.run(1, plan_config, PUBLISHED, LARGE, MTP)[0]
     part, hidden = by_hand(PUBLISHED), PUBLISHED["hidden_size"]
     common = sum(part[kind] for kind in ("experts", "shared experts", "router", "norms"))
     vocabulary = PUBLISHED["vocab_size"] * hidden
@@ -97,7 +97,7 @@ def plan_tiny(folder: Path, layout: Layout) -> dict:
 @pytest.mark.parametrize("variant", ["default", "tied", "odd_vocab", "fused_experts", "fp32_a_log"])
 def test_a_checkpoints_headers_say_the_same(tmp_path: Path, variant: str) -> None:
     write_tiny(registry.family("qwen3_next"), tmp_path / "hf", variant)
-    document = launch.run(1, plan_tiny, tmp_path / "hf", Layout(tp=2, pp=2, ep=2), timeout=120)[0]
+    document = launch.run(1, plan_tiny, tmp_path / "hf", Layout(tp=2, pp=2, ep=2))[0]
     assert document["problems"] == []
     with CheckpointReader(tmp_path / "hf") as reader:
         total = sum(torch.Size(info.shape).numel() for info in reader.tensors.values())
@@ -117,9 +117,9 @@ def held(folder: Path, layout: Layout) -> tuple[int, int]:
 @pytest.mark.parametrize("layout", [Layout(tp=2, pp=2), Layout(pp=2, vp=2, ep=2, dp=2)])
 def test_a_real_build_holds_what_was_planned(tmp_path: Path, layout: Layout) -> None:
     write_tiny(registry.family("qwen3_next"), tmp_path / "hf", "odd_vocab")
-    stages = launch.run(1, plan_tiny, tmp_path / "hf", layout, timeout=120)[0]["stages"]
+    stages = launch.run(1, plan_tiny, tmp_path / "hf", layout)[0]["stages"]
     planned = [(stage["parameters"], stage["bytes"]) for stage in stages for _ in range(2)]
-    assert launch.run(4, held, tmp_path / "hf", layout, timeout=120) == planned
+    assert launch.run(4, held, tmp_path / "hf", layout) == planned
 
 
 def plan_without_a_rule(folder: Path) -> list[str]:
@@ -143,7 +143,7 @@ def plan_without_a_rule(folder: Path) -> list[str]:
 
 def test_tensors_without_a_rule_and_rules_without_a_tensor_are_named(tmp_path: Path) -> None:
     write_tiny(registry.family("qwen3_next"), tmp_path / "hf", "no_mtp")
-    problems = launch.run(1, plan_without_a_rule, tmp_path / "hf", timeout=120)[0]
+    problems = launch.run(1, plan_without_a_rule, tmp_path / "hf")[0]
     assert "no rule for Megatron tensors (1): decoder.layers.1.mlp.router.weight" in problems
     assert "no rank holds (1): decoder.layers.9.mlp.router.weight" in problems
 
@@ -153,7 +153,7 @@ def test_a_config_that_is_not_the_checkpoints_is_told_by_its_shapes(tmp_path: Pa
     config = tmp_path / "hf" / "config.json"
     stated = json.loads(config.read_text())
     config.write_text(json.dumps(stated | {"head_dim": 2 * stated["head_dim"]}))
-    problems = "\n".join(launch.run(1, plan_tiny, tmp_path / "hf", Layout(), timeout=120)[0]["problems"])
+    problems = "\n".join(launch.run(1, plan_tiny, tmp_path / "hf", Layout())[0]["problems"])
     assert "model.layers.3.self_attn.k_norm.weight" in problems
     assert "is (32,), the config makes it (64,)" in problems
 

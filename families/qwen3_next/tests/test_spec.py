@@ -119,7 +119,7 @@ def built(delta_net: str, impl: str) -> tuple[list[str], dict[str, str], set[str
 
 @pytest.mark.parametrize(("delta_net", "impl"), NAMES)
 def test_a_config_read_back_builds_the_layers_with_mtp_under_their_names(delta_net, impl):
-    ((names, keys, lost, without_gradient),) = launch.run(1, built, delta_net, impl, timeout=180)
+    ((names, keys, lost, without_gradient),) = launch.run(1, built, delta_net, impl)
     assert names == NAMES[delta_net, impl]
     assert lost == set(), "parameters that a checkpoint would lose"
     assert without_gradient == []
@@ -169,7 +169,7 @@ def kinds(vp: int | None, fields: dict) -> list[dict[int, tuple[bool, bool]]]:
 )
 def test_each_pipeline_stage_builds_its_own_layers(vp, fields, layers):
     expected = {1: (True, False), 2: (True, True), 3: (True, True), 4: (False, True)}
-    for rank, chunks in enumerate(launch.run(2, kinds, vp, fields, timeout=180)):
+    for rank, chunks in enumerate(launch.run(2, kinds, vp, fields)):
         assert chunks == [{number: expected[number] for number in chunk} for chunk in layers[rank]]
 
 
@@ -191,7 +191,7 @@ def recomputed(delta_net: str, fields: dict) -> float:
     ],
 )
 def test_recomputing_activations_changes_no_gradient(fields):
-    (error,) = launch.run(1, recomputed, "hosted", fields, timeout=180)
+    (error,) = launch.run(1, recomputed, "hosted", fields)
     assert error < FEW_NUMBERS
 
 
@@ -216,7 +216,7 @@ def refused(delta_net: str, fields: dict) -> None:
 )
 def test_what_the_spec_cannot_build_is_refused(delta_net, fields, message):
     with pytest.raises(ValueError, match=message):
-        launch.run(1, refused, delta_net, fields, timeout=180)
+        launch.run(1, refused, delta_net, fields)
 
 
 def padded_vocabulary() -> None:
@@ -231,4 +231,4 @@ def test_vocabulary_padding_that_nobody_could_mask_is_refused():
     with pytest.raises(
         ValueError, match=r"padded_vocab_size=152 is more than vocab_size=151.*GPTModelConfig"
     ):
-        launch.run(1, padded_vocabulary, timeout=180)
+        launch.run(1, padded_vocabulary)

@@ -152,7 +152,7 @@ def all_errors(tp: int, cp: int) -> dict[tuple, dict[str, float]]:
 
 @pytest.mark.parametrize(("tp", "cp"), [(1, 2), (1, 4), (2, 2)])
 def test_output_and_every_gradient_equal_the_hf_module(tp, cp):
-    for rank in launch.run(tp * cp, all_errors, tp, cp, timeout=240):
+    for rank in launch.run(tp * cp, all_errors, tp, cp):
         for case, found in rank.items():
             assert len(found) == 10
             for name, error in found.items():
@@ -185,7 +185,7 @@ def test_a_relayout_gives_each_rank_its_run_of_tokens_and_gradients_their_way_ba
     stops = list(itertools.accumulate(2 * cp * length for length in lengths))
     bounds = list(pairwise([0, *stops]))
     held = order(bounds, cp, "zigzag").chunk(cp)
-    ranks = launch.run(cp, relayouts, cp, bounds, timeout=120)
+    ranks = launch.run(cp, relayouts, cp, bounds)
     assert [token for moved, _, _ in ranks for token in moved] == list(range(stops[-1]))
     for (_, back, gradient), own in zip(ranks, held, strict=True):
         assert back
@@ -221,4 +221,4 @@ def batchless_config() -> Any:
 )
 def test_state_passing_is_refused_where_it_cannot_be(what, message):
     with pytest.raises(ValueError, match=message):
-        launch.run(2, refused, what, timeout=120)
+        launch.run(2, refused, what)

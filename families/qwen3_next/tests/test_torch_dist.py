@@ -79,7 +79,7 @@ def export(megatron: Path, layout: Layout, out: Path, hf: Path | None = None, bu
 
 
 def run(layout: Layout, function, *args, **kwargs):
-    return ranks.run(layout.world_size, function, *args, timeout=120, **kwargs)
+    return ranks.run(layout.world_size, function, *args, **kwargs)
 
 
 def same_tensors(first: Path, second: Path) -> bool:
@@ -169,7 +169,7 @@ def tokens() -> torch.Tensor:
 
 def hf_loss(folder: Path) -> float:
     """Cross entropy of the fixed tokens by transformers, on CPU."""
-    return launch.run(1, hf_loss_here, folder, timeout=120)[0]
+    return launch.run(1, hf_loss_here, folder)[0]
 
 
 def hf_loss_here(folder: Path) -> float:

@@ -82,7 +82,7 @@ def test_a_frozen_hosted_module_stays_and_the_rest_trains_as_without_it(
 ) -> None:
     hf = tiny(tmp_path / "hf", "fp32_a_log")
     given = (hf, tmp_path / "saved", layout, distributed, layers, names)
-    found, _ = launch.run(2, frozen_run, *given, timeout=300)
+    found, _ = launch.run(2, frozen_run, *given)
     start, end = found["frozen", "start"], found["frozen", "end"]
     frozen = {
         name
@@ -136,7 +136,7 @@ def test_copies_of_the_embedding_stay_equal(tmp_path: Path, layout: Layout) -> N
     cases = [(untied, {}), (tied, {})]
     if not layout.pipeline_layout:
         cases.append((tied, {"mtp_num_layers": None, "distributed": False}))
-    found = launch.run(layout.world_size, embeddings, cases, layout, timeout=300)
+    found = launch.run(layout.world_size, embeddings, cases, layout)
     for number, _ in enumerate(cases):
         for tp in range(layout.tp):
             stages = [found[tp + layout.tp * stage][number] for stage in range(layout.pp)]
@@ -167,9 +167,7 @@ def copies_after(hf: Path, layout: Layout, steps: int, **fields: Any) -> dict[st
 def test_copies_of_hosted_parameters_do_not_drift_in_fifty_steps(tmp_path: Path, mode: str) -> None:
     config = tiny_config(num_hidden_layers=2, num_experts=4, num_experts_per_tok=2)  # both are delta nets
     write_tiny(FAMILY, tmp_path / "hf", Variant(config, mtp=False))
-    first, second = launch.run(
-        2, copies_after, tmp_path / "hf", Layout(tp=2), 50, hosted_mode=mode, timeout=300
-    )
+    first, second = launch.run(2, copies_after, tmp_path / "hf", Layout(tp=2), 50, hosted_mode=mode)
     hosted = [name for name in first if ".linear_attn." in name]
     assert len(hosted) == 2 * (7 if mode == "replicated" else 1)
     for name, (value, moved) in first.items():

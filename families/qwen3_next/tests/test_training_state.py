@@ -62,11 +62,11 @@ def test_parameters_main_copies_and_moments_move_between_layouts_bit_for_bit(
     source: Path, tmp_path: Path, layouts: list[Layout], sharding: str | None, fields: dict[str, str]
 ) -> None:
     options = {"distributed": sharding is not None, **fields}
-    (expected,) = launch.run(1, saved, source, tmp_path / "saved", sharding, timeout=300, **options)
+    (expected,) = launch.run(1, saved, source, tmp_path / "saved", sharding, **options)
     assert expected["param"].keys() == expected["model"].keys()
     assert all(bool(moment.any()) for moment in expected["exp_avg_sq"].values()), "all trained"
     given = (source, tmp_path / "saved", layouts, expected, sharding)
-    for rank in launch.run(2, carried, *given, timeout=300, **options):
+    for rank in launch.run(2, carried, *given, **options):
         assert len(rank) == len(layouts)
         assert not any(rank.values()), rank
 
@@ -100,7 +100,7 @@ def test_a_resumed_run_takes_the_same_step_as_one_that_did_not_stop(
     source: Path, tmp_path: Path, layout: Layout, sharding: str | None
 ) -> None:
     given = (source, tmp_path / "saved", layout, sharding)
-    found = launch.run(2, resumed, *given, timeout=300, distributed=sharding is not None)
+    found = launch.run(2, resumed, *given, distributed=sharding is not None)
     for (step, again), wrong in found:
         assert again == step
         assert wrong == []
@@ -114,6 +114,6 @@ def load(source: Path, path: Path) -> None:
 def test_the_format_for_data_parallel_changes_alone_is_refused_elsewhere(
     source: Path, tmp_path: Path
 ) -> None:
-    launch.run(1, saved, source, tmp_path / "saved", "dp_reshardable", timeout=300)
+    launch.run(1, saved, source, tmp_path / "saved", "dp_reshardable")
     with pytest.raises(launch.WorkerError, match=r"optimizer\.distributed\..* not in state dict"):
-        launch.run(2, load, source, tmp_path / "saved", timeout=300)
+        launch.run(2, load, source, tmp_path / "saved")

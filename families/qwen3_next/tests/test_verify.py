@@ -48,7 +48,7 @@ def proof(folder: Path, layout: Layout, request: Request, mistake: str = "none")
     """The engine's document from workers in which `mistake` is made."""
     layout = layout.resolved()
     ranks.skip_unbuildable(request.overrides)
-    documents = ranks.run(layout.world_size, on_rank, folder, layout, request, mistake, timeout=120)
+    documents = ranks.run(layout.world_size, on_rank, folder, layout, request, mistake)
     return documents[0]
 
 

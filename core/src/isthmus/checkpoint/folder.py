@@ -21,7 +21,7 @@ from pathlib import Path
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.ckpt", "*.h5", "*.msgpack", "*.ot")
 WEIGHTS += ("*.onnx", "*.onnx_data", "*.safetensors.index*.json", "*.bin.index*.json")
 MARGIN = 50  # one part in so many, for headers, side files and what a file system keeps for itself
-PATIENCE = 5.0  # seconds that a killed process, or one it forked, may take to let go of its lock
+PATIENCE = 20.0  # seconds that a killed process, or one it forked, may take to let go of its lock
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 

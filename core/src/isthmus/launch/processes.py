@@ -27,7 +27,8 @@ from typing import Any
 from isthmus.launch.transfer import Failure, Task
 from isthmus.launch.worker import main
 
-GRACE = 0.5  # seconds for other ranks to report the same failure, or their stacks
+GRACE = 0.5  # seconds for other ranks to report the same failure
+PATIENCE = 10.0  # seconds for a rank to write its stack, on a machine that does much else
 
 _preload = ["isthmus.launch.server"]
 
@@ -238,10 +239,15 @@ def _raise_timeout(
     for rank in unfinished:
         with contextlib.suppress(ProcessLookupError):
             os.kill(workers[rank][0].pid or 0, signal.SIGUSR1)
-    time.sleep(GRACE)
+    files = {rank: task.stack_file(rank) for rank in unfinished}
+    end = time.monotonic() + PATIENCE
+    while any(file.exists() and not file.stat().st_size for file in files.values()):
+        if time.monotonic() > end:
+            break
+        time.sleep(0.05)
+    time.sleep(GRACE)  # for the rest of what has begun
     stacks = {}
-    for rank in unfinished:
-        file = task.stack_file(rank)
+    for rank, file in files.items():
         stacks[rank] = file.read_text() if file.exists() else "the process has not started\n"
     ranks = ", ".join(map(str, unfinished))
     raise WorkerError(

@@ -49,7 +49,6 @@ LAYOUTS = (
 DIVIDED, STAGED = Layout(tp=2, ep=2), Layout(pp=2)
 # Tied variants also go through one with a stage that has neither the embedding nor its copy.
 MIDDLE = Layout(pp=3)
-TIMEOUT = 120.0  # seconds for one trip, of which a loaded machine with one core needs 10
 
 type Trips = Callable[[Case], tuple[Path, list[Trip]]]
 
@@ -161,7 +160,7 @@ class FamilyTests:
             if target not in made:
                 ranks.skip_unbuildable(case.overrides)
                 source, size = checkpoint(case.variant), case.layout.world_size
-                made[target] = ranks.run(size, go, source, target, case, timeout=TIMEOUT)
+                made[target] = ranks.run(size, go, source, target, case)
             return target, made[target]
 
         return trip
@@ -291,8 +290,8 @@ class FamilyTests:
         name, variant = next(iter(self.variants().items()))
         source, megatron, out = checkpoint(name), tmp_path / "megatron", tmp_path / "out"
         wide, deep = self.divided.resolved(), _uneven(STAGED.resolved(), variant)
-        ranks.run(wide.world_size, import_, source, wide, megatron, {}, timeout=TIMEOUT)
-        ranks.run(deep.world_size, export, megatron, deep, out, timeout=TIMEOUT)
+        ranks.run(wide.world_size, import_, source, wide, megatron, {})
+        ranks.run(deep.world_size, export, megatron, deep, out)
         with CheckpointReader(source) as before, CheckpointReader(out) as after:
             result = compare(before, after)
             assert result.equal == len(before.tensors), collapse([*result.missing, *result.differing])
