@@ -206,3 +206,21 @@ def test_a_float64_tensor_is_refused_by_name(tmp_path: Path) -> None:
     words = r"float64: decoder\.layers\.0\.input_layernorm\.weight"
     with pytest.raises(ValueError, match=words):
         ranks.run(1, through, source, tmp_path / "out")
+
+
+def test_finite_values_that_become_infinite_are_refused_by_name(tmp_path: Path) -> None:
+    large, infinite = torch.ones(2, 3), torch.full((2, 3), torch.inf)
+    large[1, 2] = 65520.0  # the least number that rounds to infinity in float16
+    names = ("a", "b", "c", "d")
+    weights = WeightMap([same(name, name) for name in names])
+    sources = {"a": large, "b": torch.full((2, 3), 65519.0), "c": infinite, "d": -large}
+
+    def held() -> Model:
+        return Model(**{name: torch.zeros(2, 3, dtype=torch.float16) for name in names})
+
+    with pytest.raises(ValueError, match=r"infinite in float16 \(2 tensors\): a, d; choose"):
+        load([held()], weights, written(tmp_path, **sources))
+    model = held()
+    load([model], weights, written(tmp_path, **{**sources, "a": infinite.clone(), "d": -infinite}))
+    assert model.get_parameter("a").isinf().all(), "what was infinite stays so"
+    assert model.get_parameter("b").isfinite().all()

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from isthmus.checkpoint.dtypes import main_dtype, name_of, other_kind, rounds, same_bits
+from isthmus.checkpoint.dtypes import main_dtype, name_of, narrower, other_kind, overflows, rounds, same_bits
 from isthmus.checkpoint.place import Place
 from isthmus.checkpoint.reader import CheckpointReader
 from isthmus.names import LiveTensor, live_tensors, unwrapped
-from isthmus.weights import Bound, Coverage, HFTensor, Rule, Run, WeightMap
+from isthmus.weights import Bound, Coverage, HFTensor, Rule, Run, WeightMap, collapse
 
 
 @dataclass(slots=True)
@@ -37,7 +37,8 @@ def load(
     """Fill the model `chunks` of this rank from the checkpoint; `advance` is told the bytes as they are read.
 
     Everything is checked first: ValueError lists all missing, unknown and misshapen tensors, all roundings
-    that nobody asked for, and all copies that differ, before a parameter is touched.
+    that nobody asked for, and all copies that differ, before a parameter is touched; and at the end all
+    tensors of which finite values became infinite in the model's dtype.
     """
     place = Place.of(unwrapped(chunks[0]))
     held = list(live_tensors(chunks))
@@ -57,6 +58,7 @@ def load(
             before = reader.bytes_read
             copy(bound, live.tensor)
             advance(reader.bytes_read - before)
+    copy.check_range()
 
     return LoadReport(
         parameters=len(held),
@@ -87,6 +89,7 @@ class _Copier:
         self.reader = reader
         self.place = place
         self.runs: dict[tuple[int, int], tuple[Run, ...]] = {}
+        self.infinite: dict[str, torch.dtype] = {}  # HF tensors that this dtype was too narrow for
 
     def __call__(self, bound: Bound, tensor: torch.Tensor) -> None:
         dim = bound.rule.dim or 0
@@ -94,11 +97,27 @@ class _Copier:
         filled = 0
         for run in self._runs(bound.rule, tensor):
             target = tensor if run.length == length else tensor.narrow(dim, run.start, run.length)
-            self._slice(bound.hf[run.source], tensor, dim, run, into=target)
+            hf = bound.hf[run.source]
+            self._slice(hf, tensor, dim, run, into=target)
             filled += run.length
+            narrows = narrower(self.reader.tensors[hf.name].dtype, target.dtype)
+            if narrows and target.isinf().any():
+                source = self._slice(hf, tensor, dim, run)
+                if overflows(source, target.to(source.device)):
+                    self.infinite[hf.name] = target.dtype
         if filled < length:
             assert bound.rule.padded, f"{bound.megatron}: {filled} of {length} rows have a source"
             tensor.narrow(dim, filled, length - filled).zero_()
+
+    def check_range(self) -> None:
+        """ValueError where finite values have become infinite."""
+        if self.infinite:
+            dtypes = ", ".join(sorted({name_of(dtype) for dtype in self.infinite.values()}))
+            raise ValueError(
+                f"{self.reader.folder}: finite values become infinite in {dtypes} ({len(self.infinite)}"
+                f" tensors): {', '.join(collapse(sorted(self.infinite)))}; choose a params_dtype of a larger"
+                " range (--dtype)"
+            )
 
     def check_copies(self, pairs: Sequence[tuple[Bound, LiveTensor]]) -> None:
         """ValueError where a tensor that the checkpoint repeats is not the same in both places."""

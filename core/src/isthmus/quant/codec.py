@@ -16,6 +16,7 @@ from isthmus.quant.blocks import Block, apply_, extremes
 
 CHUNK = 1 << 19  # values at a time: what is between codes and result stays in a core's cache
 CODES = "codes"
+_LARGEST = torch.finfo(torch.float32).max
 
 
 class _Own(threading.local):
@@ -112,14 +113,15 @@ def dequantise(
         return out
     scale, zero = grids
     unit = codec.unit
-    if unit != 1 and torch.isfinite(scaled := scale * unit).all():
-        scale, unit = scaled, 1.0
+    if unit != 1 and scale.amax().item() * unit <= _LARGEST:
+        scale, unit = scale * unit, 1.0
     skipped = col % codec.word
-    step = max(1, CHUNK // (codes[0].numel() * codec.word))
+    step = max(1, CHUNK // (codes.numel() // rows * codec.word))
     if step > block[0]:
         step -= step % block[0]
     for first in range(0, rows, step):
-        numbers = codec.decode(codes[first : first + step])
+        band = (codes, out) if step >= rows else (codes[first : first + step], out[first : first + step])
+        numbers = codec.decode(band[0])
         if numbers.shape[1] > skipped + cols:  # the last word is cut, or filled up
             numbers = numbers[:, : skipped + cols].contiguous()
         if zero is not None:
@@ -127,7 +129,7 @@ def dequantise(
         if unit != 1:
             numbers.mul_(unit)
         apply_(Tensor.mul_, numbers, scale, block, row + first, col - skipped)
-        out[first : first + step].copy_(numbers[:, skipped:] if skipped else numbers)
+        band[1].copy_(numbers[:, skipped:] if skipped else numbers)
     return out
 
 

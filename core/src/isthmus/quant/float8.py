@@ -37,7 +37,8 @@ class Float8(Codec):
         # e4m3 has one NaN and no Inf; e5m2 has both in its last exponent. Of signed bytes positive ones are
         # the largest, of unsigned bytes the negative ones.
         invalid = 0x7F if self.dtype == torch.float8_e4m3fn else 0x7C
-        if codes.view(torch.int8).max() >= invalid or codes.view(torch.uint8).max() >= 0x80 + invalid:
+        positive, negative = codes.view(torch.int8).max().item(), codes.view(torch.uint8).max().item()
+        if positive >= invalid or negative >= 0x80 + invalid:
             raise ValueError(f"a code of {self.label} is NaN or Inf")
         bits = scratch(torch.int16, *codes.shape).copy_(codes.view(torch.int8))
         if self.dtype == torch.float8_e4m3fn:

@@ -5,6 +5,7 @@ All is seen from the scales, which are few; codes are looked at again only where
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import isfinite
 
 import torch
 from torch import Tensor
@@ -32,22 +33,25 @@ def check_parts(item: Quantised, parts: Mapping[str, Tensor]) -> None:
     for role, part in parts.items():
         if role == CODES or not part.is_floating_point():
             continue
-        numbers = part.float()
-        if not torch.isfinite(numbers).all():
+        low, high = _extremes(part.float())
+        if not (isfinite(low) and isfinite(high)):
             raise ValueError(f"{item.parts[role]}: a scale is NaN or Inf")
-        if (numbers < 0).any():
-            raise ValueError(f"{item.parts[role]}: a scale is negative: {numbers.min().item():g}")
-    if not torch.isfinite(item.codec.grids(parts)[0]).all():
+        if low < 0:
+            raise ValueError(f"{item.parts[role]}: a scale is negative: {low:g}")
+    if not all(map(isfinite, _extremes(item.codec.grids(parts)[0]))):
         raise ValueError(f"{' with '.join(_scale_names(item))}: a scale is NaN or Inf")
 
 
 def scales_of(item: Quantised, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Scales:
     """The scales of a matrix from its `parts` beside the codes, for values in `dtype`."""
     scale, zero = item.codec.grids(parts)
-    largest = scale.double() * item.codec.largest
-    lost = (largest.to(dtype) == 0) & ~_rounded_to_zero(parts)
-    large = bool((largest > torch.finfo(dtype).max).any())
-    return Scales(scale, zero, large, lost if lost.any() else None)
+    low, high = (number * item.codec.largest for number in _extremes(scale))
+    limits, lost = torch.finfo(dtype), None
+    if low < limits.tiny:
+        largest = scale.double() * item.codec.largest
+        lost = (largest.to(dtype) == 0) & ~_rounded_to_zero(parts)
+        lost = lost if lost.any() else None
+    return Scales(scale, zero, high > limits.max, lost)
 
 
 def check_values(
@@ -56,6 +60,8 @@ def check_values(
     """ValueError where `values`, of `codes` from (`row`, `col`) on, have Inf, or 0 for another code."""
     wrong = values.isinf() if scales.large else None
     what = f"is more than {values.dtype} has ({torch.finfo(values.dtype).max:g})"
+    if wrong is None and scales.lost is None:
+        return
     numbers = torch.empty(values.shape)
     at = {"row": row, "col": col}
     if (wrong is None or not wrong.any()) and scales.lost is not None:
@@ -73,6 +79,17 @@ def check_values(
         f" {int(wrong.sum())} places in all; the scales are from {low:g} to {high:g}. Download"
         f" {' and '.join(_scale_names(item))} again, or state a dtype that has such values in config.json"
     )
+
+
+def _extremes(numbers: Tensor) -> tuple[float, float]:
+    """The least and the largest number, NaN where one is NaN; 1 and 1 of no numbers.
+
+    One pass and no tensor: a checkpoint has a scale for each of its tens of thousands of matrices.
+    """
+    if numbers.numel() == 0:
+        return 1.0, 1.0
+    low, high = numbers.aminmax()
+    return low.item(), high.item()
 
 
 def _scale_names(item: Quantised) -> list[str]:
