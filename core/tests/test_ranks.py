@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from isthmus import launch
+from isthmus.launch.transfer import Task
+from isthmus.launch.worker import environment
 from isthmus.testing import ranks
 
 ROOT = Path(__file__).parents[2]
@@ -54,10 +56,27 @@ def test_an_unknown_device_is_refused(monkeypatch) -> None:
 
 def test_a_test_of_more_ranks_than_gpus_is_skipped(gpus, monkeypatch) -> None:
     gpus(1)
-    monkeypatch.setattr(launch, "run", lambda *args, **kwargs: kwargs["device"])
-    assert ranks.run(1, backend) == "cuda"
+    monkeypatch.setattr(launch, "run", lambda *args, **kwargs: kwargs)
+    assert ranks.run(1, backend).items() >= {"device": "cuda", "exact": True}.items()
     with pytest.raises(pytest.skip.Exception, match="2 ranks need a GPU each, this machine has 1"):
         ranks.run(2, backend)
+
+
+@pytest.mark.parametrize(("exact", "tf32"), [(True, "0"), (False, None)])
+def test_only_what_is_to_be_exact_gets_the_settings_that_cost_speed(exact: bool, tf32: str | None) -> None:
+    given = {
+        "module": "m",
+        "file": None,
+        "name": "f",
+        "arguments": b"",
+        "world_size": 2,
+        "folder": "",
+        "timeout": 1,
+    }
+    task = Task(**given, device="cuda", exact=exact, quiet=True, environment={"MINE": "1"})
+    found = environment(1, task)
+    assert (found["MINE"], found["RANK"], found["CUDA_DEVICE_MAX_CONNECTIONS"]) == ("1", "1", "1")
+    assert found.get("NVIDIA_TF32_OVERRIDE") == tf32
 
 
 def test_a_test_without_transformer_engine_is_skipped(gpus) -> None:

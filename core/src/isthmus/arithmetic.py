@@ -16,7 +16,7 @@ FREE_BECAUSE = {
         moe_aux_loss_coeff moe_z_loss_coeff moe_router_bias_update_rate
         mtp_loss_scaling_factor gradient_accumulation_fusion""",
     "another implementation of the same": """transformer_impl moe_grouped_gemm moe_token_dispatcher_type
-        hetereogenous_dist_checkpoint apply_rope_fusion moe_router_fusion moe_permute_fusion""",
+        apply_rope_fusion moe_router_fusion moe_permute_fusion""",
     "padding is never in a file": "should_pad_vocab make_vocab_size_divisible_by",
     "coverage accounts for what is left out": "mtp_num_layers part",
 }

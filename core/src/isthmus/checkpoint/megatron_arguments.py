@@ -20,8 +20,9 @@ IMPLIED = frozenset(
         "should_pad_vocab",
         "gated_linear_unit",
         "activation_func",
+        "share_embeddings_and_output_weights",
+        "transformer_impl",
     }
-    | {"share_embeddings_and_output_weights", "hetereogenous_dist_checkpoint", "transformer_impl"}
 )
 # Sizes that Megatron derives where no argument gives them; tensors' shapes tell them too.
 DERIVED = frozenset({"vocab_size", "kv_channels", "ffn_hidden_size", "moe_ffn_hidden_size"})

@@ -53,6 +53,7 @@ def run(
     timeout: float | None = 600,
     quiet: bool = True,
     device: str = "cpu",
+    exact: bool = False,
     **kwargs: Any,
 ) -> list[Any]:
     """Call `function(*args, **kwargs)` on `world_size` ranks of a process group; the results, by rank.
@@ -62,6 +63,7 @@ def run(
         timeout: seconds for the whole run, None for no limit.
         quiet: drop what workers print, and Megatron's warnings; if False, both go to stderr.
         device: "cpu", or "cuda" for a GPU a rank; ValueError where there are fewer.
+        exact: GPUs compute as a comparison with float32 needs it, and the same twice; CPUs do anyway.
 
     Raises:
         ValueError, LookupError, OSError: a worker raised it, for the user: same type and message, WorkerError
@@ -82,6 +84,7 @@ def run(
             arguments=pickle.dumps((args, kwargs)),
             world_size=world_size,
             device=device,
+            exact=exact,
             folder=folder,
             timeout=timeout,
             quiet=quiet,

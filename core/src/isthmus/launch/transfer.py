@@ -18,6 +18,7 @@ class Task:
     arguments: bytes
     world_size: int
     device: str  # "cpu" or "cuda"
+    exact: bool  # GPUs compute as a comparison needs it
     folder: str  # holds the rendezvous file and the stack dumps
     timeout: float | None  # seconds
     quiet: bool

@@ -18,13 +18,14 @@ from isthmus.launch.transfer import Failure, Task, dumps
 
 FOREVER = timedelta(days=7)  # a gloo timeout has to be finite
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}  # objects and CPU tensors go by gloo on both
-# Of a process, before it imports torch: GPUs then compute as exactly as a comparison in float32 needs.
-EXACT = {
+# Of a process with a GPU, before it imports torch. Megatron overlaps communication in the order of launches.
+ORDERED = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+# GPUs then compute as exactly as a comparison in float32 needs, and slower.
+EXACT = ORDERED | {
     "NVIDIA_TF32_OVERRIDE": "0",  # cuBLAS and cuDNN, whoever calls them: Transformer Engine asks for TF32
     "TRITON_F32_DEFAULT": "ieee",  # fla's kernels
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
-    "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # Megatron overlaps communication in the order of its launches
 }
 
 
@@ -48,11 +49,7 @@ def main(rank: int, task: Task, connection: Connection) -> None:
 def _settle(rank: int, task: Task, connection: Connection) -> None:
     """Take on the parent's environment, keep off its stdout, and die with it."""
     os.environ.clear()
-    os.environ.update(task.environment)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(task.world_size))
-    os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
-    if task.device == "cuda":
-        os.environ.update(EXACT)
+    os.environ.update(environment(rank, task))
     os.setsid()  # a group of its own, which ends with it: Megatron writes checkpoints in processes of its own
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     stacks = task.stack_file(rank).open("w")
@@ -63,6 +60,15 @@ def _settle(rank: int, task: Task, connection: Connection) -> None:
     else:
         os.dup2(2, 1)
     threading.Thread(target=_die_with_parent, args=(connection,), daemon=True).start()
+
+
+def environment(rank: int, task: Task) -> dict[str, str]:
+    """A rank's environment: its parent's, its place, and what its device needs."""
+    place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(task.world_size)}
+    settings = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    if task.device == "cuda":
+        settings |= EXACT if task.exact else ORDERED
+    return task.environment | place | settings
 
 
 def _die_with_parent(connection: Connection) -> None:
@@ -85,7 +91,7 @@ def _run(rank: int, task: Task) -> Any:
 
     if task.device == "cuda":
         torch.cuda.set_device(rank)
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.use_deterministic_algorithms(task.exact, warn_only=True)
     else:
         from isthmus.launch.server import load
 

@@ -27,10 +27,10 @@ def device() -> str:
 def run(
     world_size: int, function: Callable[..., Any], *args: Any, timeout: float | None = 600, **kwargs: Any
 ) -> list[Any]:
-    """:func:`isthmus.launch.run` on the device; skips the test where that has too few GPUs."""
+    """:func:`isthmus.launch.run` on the device, exact; skips the test where that has too few GPUs."""
     if reason := lacking(world_size):
         pytest.skip(reason)
-    return launch.run(world_size, function, *args, timeout=timeout, device=device(), **kwargs)
+    return launch.run(world_size, function, *args, timeout=timeout, device=device(), exact=True, **kwargs)
 
 
 def lacking(world_size: int) -> str | None:

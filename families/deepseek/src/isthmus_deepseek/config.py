@@ -53,10 +53,7 @@ def megatron_config(hf: HFConfig, keys: frozenset[str]) -> dict[str, Any]:
         fields |= {"moe_layer_freq": sparse, **_moe(hf)}
     if hf.model_type == "deepseek_v32":
         fields |= _indexer(hf, layers, dense)
-    fields |= {
-        "mtp_num_layers": _mtp_layers(hf, keys, layers),
-        "hetereogenous_dist_checkpoint": True,  # (Megatron's spelling) layers differ in kind
-    }
+    fields["mtp_num_layers"] = _mtp_layers(hf, keys, layers)
     if fields["mtp_num_layers"]:
         _check_mtp(fields, sparse)
     hf.check_all_understood(INERT)

@@ -58,7 +58,6 @@ def megatron_config(hf: HFConfig, keys: frozenset[str]) -> dict[str, Any]:
         "moe_layer_freq": sparse,
         **(moe_fields(text, renormalise=True) if experts else {}),
         "mtp_num_layers": mtp_layers(text, keys, sparse),
-        "hetereogenous_dist_checkpoint": True,  # (Megatron's spelling) layers differ in kind
         "part": "all" if has_vision(hf) else "text",
     }
     hf.check_all_understood(INERT | VISION if has_vision(hf) else INERT)

@@ -38,7 +38,6 @@ def megatron_config(hf: HFConfig, keys: frozenset[str]) -> dict[str, Any]:
         "moe_layer_freq": sparse,
         **moe_fields(hf, hf["norm_topk_prob"], used=any(sparse)),
         "mtp_num_layers": mtp_layers(hf, keys, sparse),
-        "hetereogenous_dist_checkpoint": True,  # (Megatron's spelling) layers differ in kind
     }
     hf.check_all_understood(INERT)
     return fields

@@ -45,5 +45,5 @@ class Qwen3NextModelConfig(HostedModelConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # The layers differ, so a checkpoint must name each by its number instead of stacking them.
+        # The layers differ, so a checkpoint names each by its number instead of stacking them.
         self.transformer.hetereogenous_dist_checkpoint = True
