@@ -106,7 +106,7 @@ def _float4(codes: Tensor, parts: dict[str, Tensor], entry: dict[str, Any]) -> T
     else:
         exact = torch.pow(2.0, scale.view(torch.uint8).double() - 127).float()
     numbers = numbers.flatten(scale.dim() - 1)  # the form with a dim for the bytes of a group
-    return numbers * exact.repeat_interleave(numbers.shape[-1] // scale.shape[-1], -1)
+    return numbers * _along(exact, 16 if scale.dtype == torch.float8_e4m3fn else 32, numbers)
 
 
 def _integers(codes: Tensor, parts: dict[str, Tensor], entry: dict[str, Any]) -> Tensor:
@@ -115,12 +115,17 @@ def _integers(codes: Tensor, parts: dict[str, Tensor], entry: dict[str, Any]) ->
     scale = parts["scale"].float()
     packed = codes.dtype == torch.int32
     numbers = _unpacked(codes, bits) if packed else codes.float()
-    each = numbers.shape[-1] // scale.shape[-1]
+    each = group["weights"].get("group_size") or numbers.shape[-1]
     if "zero" in parts:
         zero = parts["zero"]
         zero = _unpacked(zero.T, bits).T if packed else zero.float()
-        numbers = numbers - zero[: len(scale)].repeat_interleave(each, -1)
-    return numbers * scale.repeat_interleave(each, -1)
+        numbers = numbers - _along(zero[: len(scale)], each, numbers)
+    return numbers * _along(scale, each, numbers)
+
+
+def _along(grid: Tensor, group: int, numbers: Tensor) -> Tensor:
+    """The number of each value's group, of which the last of a row may be partial."""
+    return grid.repeat_interleave(group, -1)[..., : numbers.shape[-1]]
 
 
 def _unpacked(words: Tensor, bits: int) -> Tensor:

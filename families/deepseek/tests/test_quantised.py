@@ -1,0 +1,131 @@
+"""DeepSeek in its published FP8, and in other formats: the model of the numbers that the codes mean."""
+
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from isthmus.bridge import AutoBridge
+from isthmus.checkpoint.compare import compare
+from isthmus.checkpoint.dtypes import same_bits
+from isthmus.checkpoint.reader import CheckpointReader
+from isthmus.layout import Layout
+from isthmus.testing import ranks
+from isthmus.testing.dequantise import plain_folder
+from isthmus.testing.tiny import write_tiny
+from isthmus.testing.verify import Request, verify
+from isthmus.tiny import QUANTISED
+from isthmus_deepseek.family import FAMILY
+
+
+def e4m3(code: int) -> float:
+    """What a byte of FP8 e4m3 means: a sign, four bits of exponent with a bias of 7, three of mantissa."""
+    exponent, mantissa = code >> 3 & 15, code & 7
+    size = mantissa / 8 * 2**-6 if exponent == 0 else (1 + mantissa / 8) * 2 ** (exponent - 7)
+    return -size if code & 128 else size
+
+
+def numbers(codes: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:
+    """Each code times the scale of its block, in float32, rounded to bfloat16 once."""
+    meaning = torch.tensor([e4m3(code) for code in range(256)])
+    rows, cols = (torch.arange(size) // side for size, side in zip(codes.shape, block, strict=True))
+    return (meaning[codes.view(torch.uint8).long()] * scales[rows][:, cols]).bfloat16()
+
+
+def plain_copy(folder: Path, target: Path) -> None:
+    """The checkpoint in bfloat16, as DeepSeek's releases define it: `weight` and `weight_scale_inv`."""
+    config = json.loads((folder / "config.json").read_text())
+    block = tuple(config.pop("quantization_config")["weight_block_size"])
+    stored = load_file(folder / "model.safetensors")
+    plain = {
+        name: numbers(tensor, stored[f"{name}_scale_inv"], block)
+        if tensor.dtype == torch.float8_e4m3fn
+        else tensor
+        for name, tensor in stored.items()
+        if not name.endswith("_scale_inv")
+    }
+    target.mkdir()
+    save_file(plain, target / "model.safetensors", metadata={"format": "pt"})
+    (target / "config.json").write_text(json.dumps(config))
+
+
+def loaded(folder: Path, layout: Layout, out: Path | None = None) -> dict[str, Tensor]:
+    """What this rank's model holds of the checkpoint; written to `out` in the source's format."""
+    bridge = AutoBridge.from_hf_pretrained(folder)
+    model = bridge.build_model(bridge.get_model_config(**layout.config_overrides()))
+    bridge.load_hf_weights(model)
+    if out is not None:
+        bridge.save_hf_pretrained(model, out, dtype="source")
+    state = model[0].state_dict()
+    return {name: tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
+
+
+def different(folder: Path, plain: Path, out: Path, layout: Layout) -> tuple[int, list[str]]:
+    """How many tensors this rank holds, and those that are others in a model of the plain checkpoint."""
+    layout.initialize()
+    found, expected = loaded(folder, layout, out), loaded(plain, layout)
+    assert found.keys() == expected.keys()
+    return len(found), [name for name in found if not same_bits(found[name], expected[name])]
+
+
+def test_fp8_blocks_make_the_model_of_their_numbers_and_come_back_code_by_code(tmp_path: Path) -> None:
+    source, layout = tmp_path / "fp8", Layout(tp=2, ep=2).resolved()
+    write_tiny(FAMILY, source, "default+fp8_block", seed=1)
+    plain_copy(source, tmp_path / "plain")
+    for count, wrong in ranks.run(
+        layout.world_size, different, source, tmp_path / "plain", tmp_path / "again", layout
+    ):
+        assert count
+        assert wrong == []
+    with CheckpointReader(source) as before, CheckpointReader(tmp_path / "again") as after:
+        scales = [name for name in before.tensors if name.endswith("_scale_inv")]
+        outcome = compare(before, after)
+    assert scales
+    assert outcome.equal == len(before.tensors)
+    assert not outcome.added
+    assert (source / "config.json").read_text() == (tmp_path / "again" / "config.json").read_text()
+
+
+@pytest.mark.parametrize("storage", QUANTISED)
+def test_partial_blocks_and_groups_mean_the_same_to_the_reader_and_to_the_plain_copy(
+    tmp_path: Path, storage: str
+) -> None:
+    """The latent of queries has 48 columns: one group of 32 and a half."""
+    write_tiny(FAMILY, tmp_path / "hf", f"v2+{storage}")
+    with plain_folder(tmp_path / "hf") as plain:
+        expected = load_file(plain / "model.safetensors")
+    reader = AutoBridge.from_hf_pretrained(tmp_path / "hf").reader
+    assert reader.tensors.keys() == expected.keys()
+    assert [name for name in expected if not same_bits(reader.slice(name), expected[name])] == []
+
+
+def proof(folder: Path, layout: Layout, request: Request) -> dict[str, Any]:
+    layout.initialize()
+    bridge = AutoBridge.from_hf_pretrained(folder)
+    return verify(bridge, layout, request, lambda stage: contextlib.nullcontext())
+
+
+@pytest.mark.parametrize(
+    ("variant", "layout", "grads"),
+    [
+        ("default+fp8_block", Layout(tp=2, ep=2), True),
+        ("lite+mxfp4", Layout(tp=2), False),
+        ("no_mtp+nvfp4", Layout(tp=2), False),
+        ("v2+int4", Layout(tp=2), False),
+    ],
+    ids=str,
+)
+def test_outputs_are_hugging_faces_of_the_dequantised_checkpoint(
+    tmp_path: Path, variant: str, layout: Layout, grads: bool
+) -> None:
+    write_tiny(FAMILY, tmp_path / "hf", variant, seed=1)
+    layout = layout.resolved()
+    document = ranks.run(layout.world_size, proof, tmp_path / "hf", layout, Request(grads=grads))[0]
+    assert document["failures"] == []
+    assert document["forward"]["argmax_agreement"] == 1.0
+    assert (document["gradients"] is not None) == grads
