@@ -349,8 +349,9 @@ def test_a_folder_that_is_not_there_is_named(
 
 
 def test_a_hub_id_that_is_not_cached_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    message = refused(capsys, "roundtrip", "nobody/nothing", tmp_path / "out")
-    assert "nobody/nothing is not a folder here" in message
+    for words in (["roundtrip", "nobody/nothing", tmp_path / "out"], ["plan", "nobody/nothing"]):
+        message = refused(capsys, *words)
+        assert "nobody/nothing is not a folder here, nor a hub id in the cache" in message
 
 
 def test_tiny_refuses_what_it_cannot_write(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -179,12 +179,16 @@ class TestCommand:
         assert printed.index("does not say whether there is an MTP block") < printed.index("One rank of each")
         total = json.loads(document.read_text())["stages"][0]["total_bytes"]
         assert f"{total / 2**30:.2f} GiB\n" in re.sub(" +\n", "\n", printed)
+        assert printed.endswith("PASSED: qwen3_next, 32 ranks: every tensor has its place\n")
 
     def test_every_problem_is_listed_and_the_exit_code_is_1(
         self, config: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         words = ["plan", str(config), "--tp", "3", "--pp", "2", "--pipeline-layout", "E|L", "--json", "-"]
         assert cli.main(words) == 1
-        problems = json.loads(capsys.readouterr().out)["problems"]
+        printed = capsys.readouterr()
+        problems = json.loads(printed.out)["problems"]
+        assert printed.err.startswith("note: ")
+        assert "\nFAILED: qwen3_next, 6 ranks\n  cannot divide 16 attention heads over " in printed.err
         assert "cannot divide 16 attention heads over tensor_model_parallel_size=3" in problems
         assert "pipeline layout 'E|L': 0 of t (decoder layer), the model has 48" in problems

@@ -174,7 +174,8 @@ def _refuse(target: Path, overwrite: bool, sources: Sequence[Path]) -> None:
     if present and not overwrite:
         few = ", ".join(present[:3]) + (", ..." if len(present) > 3 else "")
         raise ValueError(
-            f"{target} is not empty ({few}); choose another folder or ask for overwrite=True (--overwrite)"
+            f"{target} is not empty ({few}); choose another folder, or replace all that it holds with"
+            " overwrite=True (--overwrite)"
         )
     for source in sources:
         if present and target == Path(os.path.realpath(source)):

@@ -4,9 +4,10 @@ import re
 from pathlib import Path
 
 
-def resolve(path_or_id: str | Path, revision: str | None = None) -> Path:
+def resolve(path_or_id: str | Path, revision: str | None = None, files: list[str] | None = None) -> Path:
     """The folder of a checkpoint; a hub id is downloaded, or found in the offline cache.
 
+    `files` are those that a download gets, None for all.
     ValueError where no path or id is given, FileNotFoundError or NotADirectoryError where it leads nowhere.
     """
     if not isinstance(path_or_id, str | Path) or not str(path_or_id):
@@ -22,10 +23,11 @@ def resolve(path_or_id: str | Path, revision: str | None = None) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(str(path_or_id), revision=revision))
+        return Path(snapshot_download(str(path_or_id), revision=revision, allow_patterns=files))
     except LocalEntryNotFoundError as error:
         raise FileNotFoundError(
-            f"{path_or_id} is not a folder here, nor in the hub cache, and the hub cannot be asked (offline?)"
+            f"{path_or_id} is not a folder here, nor a hub id in the cache, and the hub cannot be asked"
+            " (offline?). Correct the path, or download the checkpoint where there is a network"
         ) from error
     except (HfHubHTTPError, HFValidationError) as error:
         raise FileNotFoundError(

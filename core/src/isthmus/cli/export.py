@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=True,
         help="copy the tensors of HF_DIR that the model does not hold (default: yes)",
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace OUT_DIR if it is not empty")
+    parser.add_argument("--overwrite", action="store_true", help="replace all that OUT_DIR holds")
     parser.add_argument(
         "--max-shard-size", metavar="SIZE", default="5GB", help="of one safetensors file (default: 5GB)"
     )

@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     layout_options.add_layout_arguments(parser)
     model.add_dtype_argument(parser)
     config_options.add_arguments(parser)
-    parser.add_argument("--overwrite", action="store_true", help="replace MEGATRON_DIR if it is not empty")
+    parser.add_argument("--overwrite", action="store_true", help="replace all that MEGATRON_DIR holds")
 
 
 def run(args: argparse.Namespace) -> int:

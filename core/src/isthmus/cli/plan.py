@@ -1,6 +1,7 @@
 """What each rank of a layout would hold, and whether the model can be divided so: no weights are read.
 
-Works from a config.json alone. Exit code 1 where the layout does not fit or a tensor has no place.
+Works from a config.json alone. Where the layout does not fit the model, or a tensor has no place, it ends
+with FAILED, every reason and exit code 1.
 """
 
 import argparse
@@ -67,19 +68,14 @@ def run(args: argparse.Namespace) -> int:
 
 def _source(asked: str) -> Path:
     """The folder or config.json; of a hub id, config.json alone is downloaded. FileNotFoundError: neither."""
+    from isthmus.checkpoint.source import read_config, resolve
+
     path = Path(asked)
     if path.exists():
         return path
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(hf_hub_download(asked, "config.json"))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
-        raise FileNotFoundError(
-            f"{asked} is neither a folder nor a config.json here, and the hub gives no config.json of that"
-            f" name: {error}"
-        ) from error
+    folder = resolve(asked, files=["config.json"])
+    read_config(folder)
+    return folder / "config.json"
 
 
 def _bridge(source: Path) -> "AutoBridge":
@@ -123,14 +119,16 @@ def _print(out: Any, document: dict[str, Any]) -> None:
     """What was assumed; one rank of each stage, by size and by kind of parameter; what is wrong."""
     for line in document["notes"]:
         out.print(f"note: {line}")
+    ranks = output.counted(document["world_size"], "rank")
     if stages := document["stages"]:
-        ranks = output.counted(document["world_size"], "rank")
         out.print(f"{document['model_type']}: {document['parameters']:,} parameters on {ranks}")
         out.print(_sizes(stages))
         out.print(ADAM)
         out.print(_kinds(stages))
+    verdict, why = ("PASSED", ": every tensor has its place") if document["passed"] else ("FAILED", "")
+    out.print(f"{verdict}: {document['model_type']}, {ranks}{why}")
     for problem in document["problems"]:
-        out.print(f"problem: {problem}")
+        out.print(f"  {problem}")
 
 
 def _sizes(stages: list[dict[str, Any]]) -> Any:

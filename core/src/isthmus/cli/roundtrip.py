@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Source, target and layout."""
     parser.add_argument("hf_dir", metavar="HF_DIR", help="checkpoint folder or hub id")
     parser.add_argument("out_dir", metavar="OUT_DIR", type=Path, help="folder to write; empty or absent")
-    parser.add_argument("--overwrite", action="store_true", help="replace OUT_DIR if it is not empty")
+    parser.add_argument("--overwrite", action="store_true", help="replace all that OUT_DIR holds")
     layout_options.add_layout_arguments(parser)
 
 

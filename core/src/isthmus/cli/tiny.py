@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=DTYPES, help="of the tensors (default: the config's own)")
     parser.add_argument("--variant", metavar="V", help="see --list (default: the first that it lists)")
     parser.add_argument("--list", action="store_true", help="list the family's variants; OUT_DIR is not used")
-    parser.add_argument("--overwrite", action="store_true", help="replace OUT_DIR if it is not empty")
+    parser.add_argument("--overwrite", action="store_true", help="replace all that OUT_DIR holds")
 
 
 def run(args: argparse.Namespace) -> int:

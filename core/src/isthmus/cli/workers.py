@@ -40,7 +40,7 @@ def run(
 
     isthmus.cpu.check_machine()
     _check_count(layout.world_size)
-    progress.announce(f"starting {output.counted(layout.world_size, 'process')} that import Megatron")
+    progress.announce(f"starting {output.counted(layout.world_size, 'process')} with Megatron")
     return launch.run(layout.world_size, on_rank, layout, function, args, progress.silent, timeout=timeout)
 
 
