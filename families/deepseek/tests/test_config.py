@@ -94,7 +94,7 @@ def test_yarn_scales_rows_and_softmax_as_transformers_does() -> None:
         expected += [DeepseekV3RotaryEmbedding(hf).attention_scaling, softmax * math.sqrt(24)]
         megatron = fields(config)
         found.append([megatron[name] for name in ("rotary_scaling_factor", "mscale", "mscale_all_dim")])
-    (factors,) = run(1, megatron_factors, found, timeout=120)
+    (factors,) = run(1, megatron_factors, found)
     assert factors == pytest.approx(expected, rel=1e-12)
 
 

@@ -32,8 +32,8 @@ def test_another_layout_exports_what_one_imported(
 ) -> None:
     write_tiny(FAMILY, tmp_path / "hf", variant)
     wide, deep = Layout(tp=2, ep=2), Layout(pp=2)
-    ranks.run(2, import_, tmp_path / "hf", wide, tmp_path / "megatron", fields, timeout=120)
-    ranks.run(2, export, tmp_path / "megatron", deep, tmp_path / "out", timeout=120)
+    ranks.run(2, import_, tmp_path / "hf", wide, tmp_path / "megatron", fields)
+    ranks.run(2, export, tmp_path / "megatron", deep, tmp_path / "out")
     with CheckpointReader(tmp_path / "hf") as before, CheckpointReader(tmp_path / "out") as after:
         outcome = compare(before, after)
         assert outcome.equal == len(before.tensors)

@@ -4,7 +4,6 @@ A mistake is made in fresh workers before the engine runs. They are symmetric or
 comes out right.
 """
 
-import contextlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,37 +16,23 @@ from isthmus.bridge import AutoBridge
 from isthmus.layout import Layout
 from isthmus.names import live_tensors
 from isthmus.testing import ranks
-from isthmus.testing.tiny import write_tiny
 from isthmus.testing.verify import Request, verify
 from isthmus_deepseek.family import FAMILY
 
 GRADIENTS = Request(grads=True)
 
 
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The folder of a tiny checkpoint, by the name of its variant."""
-    root = tmp_path_factory.mktemp("tiny")
-
-    def folder(name: str) -> Path:
-        if not (root / name).exists():
-            write_tiny(FAMILY, root / name, name, seed=1)
-        return root / name
-
-    return folder
-
-
 def proof(folder: Path, layout: Layout, request: Request, mistake: str = "none") -> dict[str, Any]:
     """The engine's document from workers in which `mistake` is made."""
     layout = layout.resolved()
-    return ranks.run(layout.world_size, on_rank, folder, layout, request, mistake, timeout=120)[0]
+    return ranks.run(layout.world_size, on_rank, folder, layout, request, mistake)[0]
 
 
 def on_rank(folder: Path, layout: Layout, request: Request, mistake: str) -> dict[str, Any]:
     layout.initialize()
     bridge = AutoBridge.from_hf_pretrained(folder)
     MISTAKES[mistake](bridge)
-    return verify(bridge, layout, request, lambda stage: contextlib.nullcontext())
+    return verify(bridge, layout, request)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +108,7 @@ def test_hugging_faces_own_attention_is_hosted(
 def test_what_loses_gradients_is_refused(
     checkpoints: Callable[[str], Path], fields: dict[str, Any], match: str
 ) -> None:
-    ranks.run(2, refused_on_rank, checkpoints("lite"), fields, match, timeout=120)
+    ranks.run(2, refused_on_rank, checkpoints("lite"), fields, match)
 
 
 def refused_on_rank(folder: Path, fields: dict[str, Any], match: str) -> None:
@@ -135,7 +120,7 @@ def refused_on_rank(folder: Path, fields: dict[str, Any], match: str) -> None:
 
 
 def test_the_bias_of_the_router_keeps_its_bits(checkpoints: Callable[[str], Path]) -> None:
-    ranks.run(2, bias_on_rank, checkpoints("default"), timeout=120)
+    ranks.run(2, bias_on_rank, checkpoints("default"))
 
 
 def bias_on_rank(folder: Path) -> None:

@@ -1,6 +1,5 @@
 """`isthmus verify` passes for Qwen3.5, dense and with experts, on each kind of layout."""
 
-import contextlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,35 +10,20 @@ import pytest
 from isthmus.bridge import AutoBridge
 from isthmus.layout import Layout
 from isthmus.testing import ranks
-from isthmus.testing.tiny import write_tiny
 from isthmus.testing.verify import Request, verify
-from isthmus_qwen3_5.family import FAMILY
 
 GRADIENTS = Request(grads=True)
 
 
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The folder of a tiny checkpoint by the variant's name."""
-    root = tmp_path_factory.mktemp("tiny")
-
-    def folder(variant: str) -> Path:
-        if not (root / variant).exists():
-            write_tiny(FAMILY, root / variant, variant, seed=1)
-        return root / variant
-
-    return folder
-
-
 def proof(folder: Path, layout: Layout, request: Request) -> dict[str, Any]:
     layout = layout.resolved()
-    return ranks.run(layout.world_size, on_rank, folder, layout, request, timeout=120)[0]
+    return ranks.run(layout.world_size, on_rank, folder, layout, request)[0]
 
 
 def on_rank(folder: Path, layout: Layout, request: Request) -> dict[str, Any]:
     layout.initialize()
     bridge = AutoBridge.from_hf_pretrained(folder)
-    return verify(bridge, layout, request, lambda stage: contextlib.nullcontext())
+    return verify(bridge, layout, request)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from isthmus import launch
-from isthmus.testing.hosted import KINDS, batch, errors
+from isthmus.testing.hosted import KINDS, batch, errors, random_values
 
 launch.preload("transformers.modeling_utils")
 
@@ -50,10 +50,7 @@ def bare_module(mixer: str) -> nn.Module:
     else:
         module = modeling.Qwen3NextAttention(config, 0)
         module.rotary = modeling.Qwen3NextRotaryEmbedding(config)
-    with torch.no_grad():
-        for seed, parameter in enumerate(module.parameters()):
-            parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed)) * 0.3)
-    return module
+    return random_values(module)
 
 
 def call(module: nn.Module, hidden: Tensor) -> Tensor:

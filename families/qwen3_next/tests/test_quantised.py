@@ -71,7 +71,7 @@ def both(layout: Layout, folder: Path, out: Path) -> dict[str, list]:
 def test_the_model_is_that_of_the_dequantised_checkpoint(variant, source, tmp_path):
     layout = LAYOUTS[variant].resolved()
     folder = source(variant)
-    for found in ranks.run(layout.world_size, both, layout, folder, tmp_path, timeout=120):
+    for found in ranks.run(layout.world_size, both, layout, folder, tmp_path):
         assert found["parameters"]
         assert found["different"] == []
         assert found["synced"] == []
@@ -110,7 +110,7 @@ def through_torch_dist(layout: Layout, folder: Path, out: Path) -> None:
 def test_a_megatron_checkpoint_gives_the_codes_again_without_the_source(variant, source, tmp_path):
     folder = tmp_path / "copy"
     shutil.copytree(source(variant), folder)
-    ranks.run(1, through_torch_dist, Layout().resolved(), folder, tmp_path, timeout=120)
+    ranks.run(1, through_torch_dist, Layout().resolved(), folder, tmp_path)
     with CheckpointReader(folder) as before, CheckpointReader(tmp_path / "again") as after:
         outcome = compare(before, after)
     assert not [*outcome.missing, *outcome.added, *outcome.differing]
@@ -143,7 +143,7 @@ def without_mtp(folder: Path, out: Path) -> None:
 
 def test_what_the_model_does_not_hold_is_passed_through_as_codes_or_as_numbers(source, tmp_path):
     folder = source("fp8_block")
-    ranks.run(1, without_mtp, folder, tmp_path, timeout=120)
+    ranks.run(1, without_mtp, folder, tmp_path)
     with CheckpointReader(folder) as before, CheckpointReader(tmp_path / "source") as after:
         outcome = compare(before, after)
     assert not [*outcome.missing, *outcome.added, *outcome.differing]

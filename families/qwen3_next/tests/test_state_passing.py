@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from isthmus import launch
-from isthmus.testing.hosted import KINDS, errors
+from isthmus.testing.hosted import KINDS, errors, random_values
 from isthmus.zigzag import order
 
 launch.preload("transformers.modeling_utils")
@@ -73,11 +73,7 @@ def bare_module() -> nn.Module:
         linear_key_head_dim=KEY,
         linear_value_head_dim=VALUE,
     )
-    module = modeling.Qwen3NextGatedDeltaNet(config, 0)
-    with torch.no_grad():
-        for seed, parameter in enumerate(module.parameters()):
-            parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed)) * 0.3)
-    return module
+    return random_values(modeling.Qwen3NextGatedDeltaNet(config, 0))
 
 
 def shards(hf: Mapping[str, Tensor], rank: int, size: int) -> Mapping[str, Tensor]:

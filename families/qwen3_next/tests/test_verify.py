@@ -4,7 +4,6 @@ A mistake is made in fresh workers, in the map, the model or the arithmetic, bef
 them are symmetric: loading and exporting share them, so that the round trip comes out right.
 """
 
-import contextlib
 import copy
 import json
 import shutil
@@ -22,26 +21,11 @@ from isthmus.bridge import AutoBridge
 from isthmus.layout import Layout
 from isthmus.names import live_tensors, unwrapped
 from isthmus.testing import ranks
-from isthmus.testing.tiny import write_tiny
 from isthmus.testing.verify import Request, verify
 from isthmus.weights import WeightMap, per
-from isthmus_qwen3_next.family import FAMILY
 
 GRADIENTS = Request(grads=True)
 RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-
-
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The folder of a tiny checkpoint by the variant's name."""
-    root = tmp_path_factory.mktemp("tiny")
-
-    def folder(variant: str) -> Path:
-        if not (root / variant).exists():
-            write_tiny(FAMILY, root / variant, variant, seed=1)
-        return root / variant
-
-    return folder
 
 
 def proof(folder: Path, layout: Layout, request: Request, mistake: str = "none") -> dict[str, Any]:
@@ -56,7 +40,7 @@ def on_rank(folder: Path, layout: Layout, request: Request, mistake: str) -> dic
     layout.initialize()
     bridge = AutoBridge.from_hf_pretrained(folder)
     MISTAKES[mistake](bridge)
-    return verify(bridge, layout, request, lambda stage: contextlib.nullcontext())
+    return verify(bridge, layout, request)
 
 
 def overall(document: dict[str, Any]) -> dict[str, float]:

@@ -74,6 +74,14 @@ def batch(hosted: Any, kind: str, seed: int = 0) -> Batch:
     return Batch(x, upstream, tuple(bounds), tuple(real), packed, own)
 
 
+def random_values(bare: nn.Module) -> nn.Module:
+    """The same module with other numbers in every parameter, of spread 0.3."""
+    with torch.no_grad():
+        for seed, parameter in enumerate(bare.parameters()):
+            parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed)) * 0.3)
+    return bare
+
+
 def expected(bare: nn.Module, call: Call, given: Batch) -> tuple[Tensor, Tensor]:
     """(output, input gradient) of the bare module, both 0 for padding; its parameters get their gradients."""
     x = given.x.clone().requires_grad_()

@@ -7,7 +7,7 @@ which runs (the same one, where the dtypes are the same).
 
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -61,7 +61,9 @@ class Request:
             )
 
 
-def verify(bridge: "AutoBridge", layout: "Layout", request: Request, watch: Watch) -> dict[str, Any]:
+def verify(
+    bridge: "AutoBridge", layout: "Layout", request: Request, watch: Watch = nullcontext
+) -> dict[str, Any]:
     """The document of `verify --json`, whole on the first rank; elsewhere without the comparison. Collective.
 
     Sections not asked for, or not reached because an earlier one failed, are None. `failures` says in words
