@@ -48,6 +48,20 @@ def write_config(source_text: str, changes: Mapping[str, Any], *, only_stated: b
     return text
 
 
+def state_field(source_text: str, name: str, value: Any) -> str:
+    """The source's config.json with this one field: where it has none there, or null, it is added.
+
+    `name` is dotted for a field of a section. LookupError: the source does not have the section.
+    """
+    path = tuple(name.split("."))
+    found = next((field for field in _fields(source_text) if field.path == path), None)
+    if found is None:
+        return _with(source_text, path, value)
+    if json.loads(source_text[found.value : found.end]) == value:
+        return source_text
+    return source_text[: found.value] + json.dumps(value) + source_text[found.end :]
+
+
 def remove_config(source_text: str, names: Collection[str]) -> str:
     """The source's config.json without the fields `names`, at the top level and in sections `*_config`."""
     text = source_text

@@ -40,6 +40,9 @@ class Family:
     `problems` of its own."""
     tiny: Tiny | None = None
     """Tiny checkpoints for tests, in the layout of the published ones."""
+    sample: str | None = None
+    """``module:function`` of (config, tokens, kind, generator) that puts random images into a sequence, of a
+    family with vision towers: :data:`isthmus.testing.batch.Sample` after its first argument."""
     mtp_reference: str | None = None
     """``module:function`` giving the MTP block in plain HF modules, where HF has none of its own."""
 

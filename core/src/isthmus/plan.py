@@ -26,6 +26,7 @@ from isthmus.weights import Bound, Coverage, WeightMap
 
 # (kind, pattern of canonical names); the first that matches counts.
 KINDS = (
+    ("vision", r"vision_model\."),
     ("MTP", r"mtp\."),
     ("embedding", r"embedding\."),
     ("head", r"output_layer\."),

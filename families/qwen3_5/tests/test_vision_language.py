@@ -1,4 +1,4 @@
-"""The language model of a vision-language checkpoint that transformers wrote, under every prefix there is."""
+"""Vision-language checkpoints that transformers wrote, under every prefix there is: whole, or their text."""
 
 import json
 from pathlib import Path
@@ -9,12 +9,13 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from isthmus import cli
 from isthmus.bridge import AutoBridge
 from isthmus.hosting.torch_functions import import_modeling
 from isthmus.layout import Layout
-from isthmus.testing import ranks
+from isthmus.testing import ranks, reference
+from isthmus.testing.tiny import write_tiny
 from isthmus.testing.verify import Request, verify
+from isthmus_qwen3_5.family import FAMILY
 from isthmus_qwen3_5.tiny import tiny_config, tiny_moe_config
 
 VISION = {
@@ -73,17 +74,17 @@ def read(folder: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def export(folder: Path, target: Path, layout: Layout) -> None:
+def export(folder: Path, target: Path, layout: Layout, part: str | None) -> None:
     layout.initialize()
-    bridge = AutoBridge.from_hf_pretrained(folder, part="text")
+    bridge = AutoBridge.from_hf_pretrained(folder, part=part)
     model = bridge.build_model(bridge.get_model_config(**layout.config_overrides()))
     bridge.load_hf_weights(model)
     bridge.save_hf_pretrained(model, target)
 
 
-def through_megatron(folder: Path, layout: Layout, megatron: Path, out: Path) -> None:
+def through_megatron(folder: Path, layout: Layout, megatron: Path, out: Path, part: str) -> None:
     layout.initialize()
-    AutoBridge.from_hf_pretrained(folder, part="text").import_ckpt(megatron)
+    AutoBridge.from_hf_pretrained(folder, part=part).import_ckpt(megatron)
     AutoBridge.from_megatron(megatron, hf=folder).export_ckpt(megatron, out)
 
 
@@ -93,21 +94,26 @@ def prove(folder: Path, layout: Layout) -> dict[str, Any]:
     return verify(bridge, layout, Request(grads=True))
 
 
-def test_an_import_remembers_the_part_and_its_export_has_the_rest(tmp_path: Path) -> None:
+@pytest.mark.parametrize("part", ["text", "all"])
+def test_an_import_remembers_the_part_and_its_export_has_the_rest(tmp_path: Path, part: str) -> None:
     source, megatron, out = write(tmp_path / "hf", "qwen3_5"), tmp_path / "megatron", tmp_path / "out"
     layout = Layout().resolved()
-    ranks.run(1, through_megatron, source, layout, megatron, out)
+    ranks.run(1, through_megatron, source, layout, megatron, out, part)
     before, after = read(source), read(out)
     assert before.keys() == after.keys()
     for name, tensor in before.items():
         assert torch.equal(tensor.view(torch.uint8), after[name].view(torch.uint8)), name
 
 
-@pytest.mark.parametrize("prefix", PREFIXES)
-def test_the_export_is_the_source_bit_for_bit_under_its_own_names(tmp_path: Path, prefix: str) -> None:
+@pytest.mark.parametrize(
+    ("prefix", "part"), [*((prefix, "all") for prefix in PREFIXES), ("published", "text")]
+)
+def test_the_export_is_the_source_bit_for_bit_under_its_own_names(
+    tmp_path: Path, prefix: str, part: str
+) -> None:
     source = write(tmp_path / "hf", "qwen3_5_moe", prefix)
     layout = Layout(tp=2).resolved()
-    ranks.run(2, export, source, tmp_path / "out", layout)
+    ranks.run(2, export, source, tmp_path / "out", layout, part)
     before, after = read(source), read(tmp_path / "out")
     assert before.keys() == after.keys()
     assert any(".visual." in f".{name}" for name in before)
@@ -125,15 +131,6 @@ def test_outputs_and_gradients_are_those_of_hugging_faces_language_model(tmp_pat
     assert all(name.startswith("model.visual.") for name in passed)
 
 
-def test_a_vision_tower_is_left_out_by_choice_only(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    source = write(tmp_path / "hf", "qwen3_5")
-    assert cli.main(["import", str(source), str(tmp_path / "megatron")]) == 2
-    assert "part='text'" in capsys.readouterr().err
-    assert not (tmp_path / "megatron").exists()
-
-
 @pytest.mark.parametrize(("top", "nested"), [(True, False), (False, True)])
 def test_ties_that_contradict_each_other_are_refused(tmp_path: Path, top: bool, nested: bool) -> None:
     source = write(tmp_path / "hf", "qwen3_5")
@@ -143,3 +140,18 @@ def test_ties_that_contradict_each_other_are_refused(tmp_path: Path, top: bool, 
     (source / "config.json").write_text(json.dumps(raw))
     with pytest.raises(ValueError, match="contradicts itself: tie_word_embeddings="):
         AutoBridge.from_hf_pretrained(source, part="text").megatron_fields  # noqa: B018
+
+
+@pytest.mark.parametrize("level", ["tie_word_embeddings", "text_config"])
+def test_an_export_states_the_tie_at_both_levels(tmp_path: Path, level: str) -> None:
+    write_tiny(FAMILY, tmp_path / "hf", "vision_tied")
+    raw = json.loads((tmp_path / "hf" / "config.json").read_text())
+    silent = raw if level == "tie_word_embeddings" else raw["text_config"]
+    del silent["tie_word_embeddings"]
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(raw, indent=2))
+    ranks.run(1, export, tmp_path / "hf", tmp_path / "out", Layout().resolved(), None, timeout=120)
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert written["tie_word_embeddings"] is written["text_config"]["tie_word_embeddings"] is True
+    assert "lm_head.weight" not in read(tmp_path / "out")
+    model = reference.load(tmp_path / "out", torch.float32, vision=True).hf
+    assert model.lm_head.weight is model.get_decoder().embed_tokens.weight

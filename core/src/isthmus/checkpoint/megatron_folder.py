@@ -147,7 +147,12 @@ def _note(config: Any) -> dict[str, Any]:
     return {
         "isthmus": importlib.metadata.version("isthmus-core"),
         "megatron-core": importlib.metadata.version("megatron-core"),
-        "fields": {name: getattr(config, name) for name in own_fields(type(config))},
+        # Choices by name; sizes are the checkpoint's, and what is trained is each run's.
+        "fields": {
+            name: value
+            for name in own_fields(type(config))
+            if isinstance(value := getattr(config, name), str)
+        },
     }
 
 

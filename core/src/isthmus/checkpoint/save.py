@@ -21,7 +21,7 @@ from isthmus.checkpoint.writer import (
     split_files,
     write_index,
 )
-from isthmus.config_text import remove_config, write_config
+from isthmus.config_text import remove_config, state_field, write_config
 from isthmus.quant.settings import KEYS
 from isthmus.weights import Coverage, collapse
 
@@ -148,6 +148,11 @@ def _finish(
     if source.folder is not None:
         carry_side_files(source.folder, staging)
     text = write_config(source.config_text, changes, only_stated=True)
+    if "text_config" in source.hf_config:
+        # Readers of the two levels assume different things of one that is silent.
+        tied = bool(source.megatron_fields["share_embeddings_and_output_weights"])
+        for name in ("tie_word_embeddings", "text_config.tie_word_embeddings"):
+            text = state_field(text, name, tied)
     if plain:
         text = remove_config(text, KEYS)
         for name in QUANTISED_SIDE_FILES:

@@ -1,11 +1,21 @@
 """The tokens of a comparison: which sequence goes to which rank and microbatch, the same on every process."""
 
 import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, cycle, pairwise
 
 import torch
 from torch import Tensor
+
+type Inputs = Mapping[str, Tensor]
+"""Vision inputs of a sequence, by HF's names: of its images one after the other, or of its L tokens."""
+
+type Sample = Callable[[Tensor, str, torch.Generator], tuple[Tensor, Inputs]]
+"""(tokens, kind, random numbers) -> the tokens with placeholders of that kind of image, and the inputs."""
+
+PER_TOKEN = "token_type_ids"
+"""How the names of inputs end that have a number for each token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +31,7 @@ class Batch:
     packed: bool  # a microbatch is one row of sequences end to end, instead of one row for each
     multiple: int = 1  # packed: each sequence is padded to a multiple of this,
     row_multiple: int = 1  # and the last one until the row is a multiple of this
+    inputs: tuple[Inputs, ...] = ()  # of each sequence, of a vision-language model; none for one of text
 
     @property
     def tokens(self) -> int:
@@ -53,8 +64,15 @@ class Batch:
     def microbatches(self, rank: int, size: int) -> list[list[Tensor]]:
         """The sequences of data-parallel `rank` of `size`, one list for each microbatch."""
         count = len(self.sequences) // size
-        own = list(self.sequences[rank * count : (rank + 1) * count])
-        return [own[i : i + self.per_microbatch] for i in range(0, count, self.per_microbatch)]
+        return self._divided(self.sequences[rank * count : (rank + 1) * count])
+
+    def vision_inputs(self, rank: int, size: int) -> list[list[Inputs]]:
+        """What :meth:`microbatches` gives of `inputs`."""
+        count = len(self.inputs) // size
+        return self._divided(self.inputs[rank * count : (rank + 1) * count])
+
+    def _divided[T](self, own: Sequence[T]) -> list[list[T]]:
+        return [list(own[i : i + self.per_microbatch]) for i in range(0, len(own), self.per_microbatch)]
 
 
 def random_batch(
@@ -67,6 +85,8 @@ def random_batch(
     packed: bool,
     tp: int = 1,
     cp: int = 1,
+    sample: Sample | None = None,
+    kinds: Sequence[str] = (),
 ) -> Batch:
     """Uniformly random token ids; `ranks` data-parallel ranks with `microbatches` each.
 
@@ -74,6 +94,7 @@ def random_batch(
         tokens: length of a sequence. Packed: two rows' worth of tokens in three unequal sequences, none of a
             length that divides evenly into anything.
         tp, cp: ranks that a row is divided over; packed sequences are padded for them where cp > 1.
+        sample, kinds: of a vision-language model, what puts images of these kinds, in turn, into sequences.
     """
     if packed and tokens < 8:
         raise ValueError(f"cannot pack sequences of {tokens} tokens; use at least 8")
@@ -87,4 +108,8 @@ def random_batch(
     )
     multiple = 2 * cp if cp > 1 else 1
     row_multiple = math.lcm(multiple, cp * tp) if cp > 1 else 1
-    return Batch(sequences, len(lengths), packed, multiple, row_multiple)
+    inputs: tuple[Inputs, ...] = ()
+    if sample is not None:
+        pairs = [sample(tokens, kind, generator) for tokens, kind in zip(sequences, cycle(kinds))]
+        sequences, inputs = (tuple(part) for part in zip(*pairs, strict=True))  # type: ignore[assignment]
+    return Batch(sequences, len(lengths), packed, multiple, row_multiple, inputs)

@@ -2,7 +2,9 @@
 
 import importlib
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from isthmus.checkpoint.reader import CheckpointReader
-from isthmus.testing.batch import Batch
+from isthmus.testing.batch import PER_TOKEN, Batch, Inputs
 from isthmus.testing.dequantise import plain_folder
 
 
@@ -42,32 +44,37 @@ class Outputs:
     gradients: dict[str, Tensor] = field(default_factory=dict)  # by HF's names in memory
 
 
-def load(folder: Path, dtype: torch.dtype, mtp_reference: str | None = None) -> Model:
+def load(
+    folder: Path, dtype: torch.dtype, mtp_reference: str | None = None, *, vision: bool = False
+) -> Model:
     """Load the checkpoint with transformers, with eager attention, strictly; a quantised one dequantised.
 
     Args:
         mtp_reference: ``module:function`` of the family that loads the prediction block, None for none.
+        vision: load the vision-language model, not the language model in it.
 
     Raises:
         LookupError: transformers has no causal language model for the checkpoint's model_type.
         ValueError: transformers did not find every tensor it needs.
     """
     with plain_folder(folder) as plain:
-        hf, mtp = _load(plain, dtype, mtp_reference)
+        hf, mtp = _load(plain, dtype, mtp_reference, vision)
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
     return Model(hf.to(device).eval(), mtp.to(device).eval() if mtp else None)  # without dropout
 
 
-def _load(folder: Path, dtype: torch.dtype, mtp_reference: str | None) -> tuple[Any, nn.Module | None]:
+def _load(
+    folder: Path, dtype: torch.dtype, mtp_reference: str | None, vision: bool
+) -> tuple[Any, nn.Module | None]:
     """HF's model and the prediction block, on the CPU."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     logging.set_verbosity_error()  # it lists the prediction block as unexpected, which is loaded below
     config = AutoConfig.from_pretrained(folder)
     _import_modeling(config.model_type)
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
+    loaded: Any = (AutoModelForImageTextToText if vision else AutoModelForCausalLM).from_pretrained(
         folder,
         dtype=dtype,
         attn_implementation="eager",
@@ -109,8 +116,8 @@ def run(model: Model, batch: Batch, *, gradients: bool, mtp_weight: float = 0.0)
         parameter.grad = None
     collected = _Collected()
     with _LayerOutputs(model.hf, collected.layers), torch.set_grad_enabled(gradients):
-        for sequence in batch.sequences:
-            loss = _one(model, sequence.to(model.hf.device), batch, mtp_weight, collected)
+        for sequence, inputs in zip_longest(batch.sequences, batch.inputs, fillvalue={}):
+            loss = _one(model, sequence.to(model.hf.device), inputs, batch, mtp_weight, collected)
             if gradients:
                 loss.backward()
     return Outputs(
@@ -135,10 +142,17 @@ class _Collected:
     mtp_loss: float = 0.0
 
 
-def _one(model: Model, sequence: Tensor, batch: Batch, mtp_weight: float, into: _Collected) -> Tensor:
+def _one(
+    model: Model, sequence: Tensor, inputs: Inputs, batch: Batch, mtp_weight: float, into: _Collected
+) -> Tensor:
     """One sequence's share of the loss."""
     tokens, labels = sequence[None, :-1], sequence[1:]
-    hidden = model.hf.model(input_ids=tokens, use_cache=False).last_hidden_state
+    given = {
+        name: (tensor[None] if name.endswith(PER_TOKEN) else tensor).to(tokens.device)
+        for name, tensor in inputs.items()
+    }
+    with _Positions(model.hf) if batch.inputs else nullcontext() as positions:
+        hidden = model.hf.model(input_ids=tokens, use_cache=False, **given).last_hidden_state
     logits = model.hf.lm_head(hidden)[0]
     into.logits.append(logits.detach().cpu())
     loss = cross_entropy(logits.float(), labels, reduction="sum") / batch.tokens
@@ -146,13 +160,33 @@ def _one(model: Model, sequence: Tensor, batch: Batch, mtp_weight: float, into: 
     if model.mtp is None:
         return loss
     # The block sees a token's hidden state and the next token, and predicts the one after that.
-    predicted = model.mtp(model.hf, tokens[:, 1:], hidden[:, :-1])
+    where = {"positions": positions.seen[..., :-1]} if positions else {}
+    predicted = model.mtp(model.hf, tokens[:, 1:], hidden[:, :-1], **where)
     logits = model.hf.lm_head(predicted)[0]
     into.mtp_logits.append(logits.detach().cpu())
     mtp_loss = cross_entropy(logits.float(), labels[1:], reduction="sum")
     mtp_loss = mtp_loss / (batch.tokens - len(batch.sequences))
     into.mtp_loss += mtp_loss.item()
     return loss + mtp_weight * mtp_loss
+
+
+class _Positions:
+    """The positions by which the decoder rotates: with images, no count of its tokens."""
+
+    seen: Tensor
+
+    def __init__(self, hf: Any) -> None:
+        self.rotary = hf.get_decoder().rotary_emb
+
+    def __enter__(self) -> "_Positions":
+        def note(rotary: nn.Module, args: tuple[Any, ...]) -> None:
+            self.seen = args[1]
+
+        self.handle = self.rotary.register_forward_pre_hook(note)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.handle.remove()
 
 
 class _LayerOutputs:

@@ -40,7 +40,8 @@ def write_tiny(
     chosen = variant if isinstance(variant, Variant) else family.variant(variant)
     assert family.tiny is not None
     stated = dict(chosen.config)
-    kept: torch.dtype = dtype or getattr(torch, stated.get("dtype") or stated["torch_dtype"])
+    text = {**stated.get("text_config", {}), **stated}
+    kept: torch.dtype = dtype or getattr(torch, text.get("dtype") or text["torch_dtype"])
     tensors = make_tensors(family.tiny, chosen, seed, kept)
     if chosen.quantised is not None:
         tensors, stated["quantization_config"] = quantise_tensors(tensors, STORAGE[chosen.quantised])
@@ -48,7 +49,7 @@ def write_tiny(
         _write_shards(staging.path, tensors, chosen.shards)
         config = write_config(json.dumps(stated, indent=2) + "\n", {"torch_dtype": name_of(kept)})
         (staging.path / "config.json").write_text(config, encoding="utf-8")
-        write_tokenizer(staging.path, stated)
+        write_tokenizer(staging.path, text)
         staging.publish()
 
 
@@ -61,7 +62,8 @@ def make_tensors(tiny: Tiny, variant: Variant, seed: int, dtype: torch.dtype) ->
         for name, shape in shapes.items()
     }
     if config["tie_word_embeddings"]:
-        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+        embedding = next(name for name in tensors if name.endswith(".embed_tokens.weight"))
+        tensors["lm_head.weight"] = tensors[embedding].clone()
     if variant.fused_experts:
         tensors = stacked_experts(tensors)
     return {

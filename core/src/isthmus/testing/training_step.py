@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from isthmus.names import unwrapped
-from isthmus.testing.batch import Batch
+from isthmus.testing.batch import PER_TOKEN, Batch, Inputs
 from isthmus.zigzag import order
 
 
@@ -47,6 +47,13 @@ def run(chunks: Sequence[nn.Module], batch: Batch, *, gradients: bool) -> Record
     held = order(batch.bounds, groups.cp.size(), layout)
     own = held.chunk(groups.cp.size())[groups.cp.rank()]
     feeds = [_feed(sequences, batch, own, device) for sequences in microbatches]
+    if batch.inputs:
+        inputs = batch.vision_inputs(groups.dp.rank(), groups.dp.size())
+        everything = torch.arange(batch.row)
+        feeds = [
+            _feed(sequences, batch, everything, device) | _vision(each, batch, device) | {"own": feed}
+            for sequences, each, feed in zip(microbatches, inputs, feeds, strict=True)
+        ]
     for chunk in chunks:
         chunk.train(gradients)
         if gradients:
@@ -72,6 +79,21 @@ def run(chunks: Sequence[nn.Module], batch: Batch, *, gradients: bool) -> Record
 def model_vocabulary(model: Any) -> int:
     """Rows of the vocabulary without Megatron's padding."""
     return getattr(model, "isthmus_model_config", model).vocab_size
+
+
+def _vision(inputs: list[Inputs], batch: Batch, device: torch.device) -> dict[str, Tensor | None]:
+    """A microbatch's vision inputs, as HF's processor joins those of samples; no `position_ids`."""
+    found: dict[str, Tensor | None] = {"position_ids": None}
+    for name in dict.fromkeys(name for each in inputs for name in each):
+        if not name.endswith(PER_TOKEN):
+            found[name] = torch.cat([each[name] for each in inputs if name in each]).to(device)
+            continue
+        rows = [each[name] for each in inputs]
+        if batch.packed:
+            lengths = [stop - start for start, stop in batch.bounds]
+            rows = [torch.cat([pad(row, (0, n - len(row))) for row, n in zip(rows, lengths, strict=True)])]
+        found[name] = torch.stack(rows).to(device)
+    return found
 
 
 def _feed(sequences: list[Tensor], batch: Batch, own: Tensor, device: torch.device) -> dict[str, Any]:
@@ -113,8 +135,9 @@ def _feed(sequences: list[Tensor], batch: Batch, own: Tensor, device: torch.devi
 
 def _forward_step(feeds: Iterator[dict[str, Any]], model: nn.Module) -> tuple[Tensor, Any]:
     """Megatron's forward step: the chunk's output, and what makes a loss of the last chunk's."""
-    feed = next(feeds)
-    return model(**feed), partial(_loss, mask=feed["loss_mask"])
+    feed = dict(next(feeds))
+    own = feed.pop("own", feed)  # a vision-language model takes whole rows, and its losses are of its own
+    return model(**feed), partial(_loss, mask=own["loss_mask"])
 
 
 def _loss(losses: Tensor, *, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -5,10 +5,12 @@ would train it, in the checkpoint's dtype, whose bits are audited; and one in th
 which runs (the same one, where the dtypes are the same).
 """
 
+import importlib
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from isthmus.bridge import AutoBridge
     from isthmus.layout import Layout
 
+SAMPLES = ("image", "images", "video", "text")
 DROPOUTS = ("attention_dropout", "hidden_dropout")
 
 type Watch = Callable[[str], AbstractContextManager[None]]
@@ -39,6 +42,7 @@ class Request:
     tokens: int = 32  # of a sequence
     seed: int = 0
     overrides: dict[str, Any] = field(default_factory=dict)  # fields of the model config
+    samples: tuple[str, ...] = SAMPLES  # of a vision-language model: what the sequences hold, in turn
 
     def check(self, layout: "Layout", positions: int) -> None:
         """ValueError where the model has fewer `positions`, or the layout cannot divide the tokens."""
@@ -156,6 +160,8 @@ def _compare(
         packed=request.packed,
         tp=layout.tp,
         cp=layout.cp,
+        sample=_sample(bridge) if getattr(config, "part", "text") == "all" else None,
+        kinds=request.samples,
     )
     with watch("forward"):
         found = training_step.run(chunks, batch, gradients=request.grads)
@@ -179,6 +185,14 @@ def _compare(
     if expected is None:
         return []
     return comparison.failures(expected.bounds, document["forward"], document["gradients"])
+
+
+def _sample(bridge: "AutoBridge") -> Any:
+    """What puts images into sequences. LookupError where the family has none."""
+    if bridge.family.sample is None:
+        raise LookupError(f"family {bridge.family.name} makes no samples with images (Family.sample)")
+    module, _, name = bridge.family.sample.partition(":")
+    return partial(getattr(importlib.import_module(module), name), bridge.hf_config)
 
 
 def _implausible(section: dict[str, Any] | None) -> list[str]:

@@ -15,5 +15,6 @@ FAMILY = Family(
     config_class="isthmus_qwen3_5.model_config:Qwen35ModelConfig",
     problems=problems,
     tiny=TINY,
+    sample="isthmus_qwen3_5.samples:sample",
     mtp_reference="isthmus_qwen3_5.reference:multi_token_prediction",
 )

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from isthmus.hosting import vision_config
 from isthmus.layout import Layout
 from isthmus_qwen3_next import layout as qwen3_next
 
@@ -10,12 +11,10 @@ from isthmus_qwen3_next import layout as qwen3_next
 def problems(layout: Layout, fields: Mapping[str, Any]) -> list[str]:
     """Why the model cannot be built at this layout."""
     found = qwen3_next.problems(layout, fields)
-    part = fields.get("part", "text")
-    if part == "all":
+    found += vision_config.problems(fields)
+    if fields.get("part") == "all" and fields.get("attention") == "hosted":
         found.append(
-            "the checkpoint has a vision tower, which is not hosted yet. Choose its language model with"
-            " part='text' (--set part=text): an export then has the vision tensors as the source has them"
+            "attention='hosted' counts positions as on text, and images have others: use 'megatron', or"
+            " part='text'"
         )
-    elif part != "text":
-        found.append(f"part must be 'text' or 'all', got {part!r}")
     return found

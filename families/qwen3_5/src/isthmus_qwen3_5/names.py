@@ -6,6 +6,8 @@ from isthmus.config import HFConfig
 
 # Of a vision-language checkpoint and of a text one, as published.
 WITH_VISION, TEXT_ONLY = "model.language_model.", "model."
+# What checkpoints call the vision tower; the first as published.
+VISION = ("model.visual", "visual")
 
 
 def text_config(hf: HFConfig) -> HFConfig:

@@ -78,6 +78,63 @@ def tiny_moe_config(**overrides: Any) -> dict[str, Any]:
     return MOE | SHRUNK | qwen3_next.SHRUNK_EXPERTS | overrides
 
 
+# Of the 9B and the 35B-A3B, as transformers' classes have it.
+VISION: dict[str, Any] = {
+    "deepstack_visual_indexes": [],
+    "depth": 27,
+    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_size": 1152,
+    "in_channels": 3,
+    "initializer_range": 0.02,
+    "intermediate_size": 4304,
+    "num_heads": 16,
+    "num_position_embeddings": 2304,
+    "out_hidden_size": 4096,
+    "patch_size": 16,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+}
+TOKENS = {
+    "image_token_id": 248056,
+    "video_token_id": 248057,
+    "vision_start_token_id": 248053,
+    "vision_end_token_id": 248054,
+}
+SHRUNK_VISION = {
+    "depth": 2,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 2,
+    "num_position_embeddings": 16,
+    "out_hidden_size": qwen3_next.SHRUNK["hidden_size"],
+    "patch_size": 4,
+}
+SHRUNK_TOKENS = {
+    "image_token_id": 150,
+    "video_token_id": 149,
+    "vision_start_token_id": 148,
+    "vision_end_token_id": 147,
+}
+
+
+def vision_language(
+    text: dict[str, Any], vision: dict[str, Any] | None = None, **overrides: Any
+) -> dict[str, Any]:
+    """The config.json of the release with a vision tower that has this language model; a small one."""
+    kind = text["model_type"].removesuffix("_text")
+    name = {"qwen3_5": "Qwen3_5", "qwen3_5_moe": "Qwen3_5Moe"}[kind]
+    inner = {key: value for key, value in text.items() if key != "architectures"}
+    return {
+        "architectures": [f"{name}ForConditionalGeneration"],
+        "model_type": kind,
+        "text_config": inner,
+        "tie_word_embeddings": text["tie_word_embeddings"],
+        **SHRUNK_TOKENS,
+        "vision_config": {"model_type": f"{kind}_vision", **VISION, **SHRUNK_VISION, **(vision or {})},
+        **overrides,
+    }
+
+
 # As the releases have them, in fp32 whatever the rest: Qwen3.6 has these in bf16 too.
 FP32 = ("*.linear_attn.A_log", "*.linear_attn.norm.weight")
 
@@ -117,9 +174,33 @@ VARIANTS = {
         tiny_moe_config(mtp_num_hidden_layers=0), "without the MTP block", mtp=False, fp32=FP32
     ),
     "moe_sharded": Variant(tiny_moe_config(), "three safetensors files and an index", shards=3, fp32=FP32),
+    "vision": Variant(
+        vision_language(tiny_config()), "dense, with a vision tower of two blocks", reloaded=True, fp32=FP32
+    ),
+    "vision_tied": Variant(
+        vision_language(tiny_config(tie_word_embeddings=True)),
+        "with a vision tower; the head is the embedding, in no file",
+        head=False,
+        reloaded=True,
+        fp32=FP32,
+    ),
+    "vision_moe": Variant(
+        vision_language(tiny_moe_config()), "experts and a vision tower", reloaded=True, fp32=FP32
+    ),
+    "vision_moe_fused_experts": Variant(
+        vision_language(tiny_moe_config()),
+        "stacked experts and a vision tower, as Qwen3.6",
+        fused_experts=True,
+        reloaded=True,
+        fp32=FP32,
+    ),
 }
 
 # As Qwen3-Next's; a dense MLP has five times an expert's rows.
-VALUES = {"*.mlp.down_proj.weight": (0.0, 0.015), **qwen3_next.VALUES}
+VALUES = {
+    "*.mlp.down_proj.weight": (0.0, 0.015),
+    "model.language_model.embed_tokens.weight": qwen3_next.VALUES["model.embed_tokens.weight"],
+    **qwen3_next.VALUES,
+}
 
 TINY = Tiny(VARIANTS, tensors, VALUES)

@@ -18,7 +18,7 @@ from isthmus_qwen3_next.classes import CLASSES, Classes
 def multi_token_prediction(hf: Any, reader: CheckpointReader, classes: Classes = CLASSES) -> nn.Module:
     """The checkpoint's block, in the dtype of the model `hf`. ValueError: tensors are missing or unknown."""
     dense = not any(".mlp.experts." in name for name in reader.tensors if name.startswith("mtp."))
-    block = MultiTokenPrediction(hf.config, dense, classes)
+    block = MultiTokenPrediction(hf.config.get_text_config(), dense, classes)
     tensors = stacked_experts(
         {name: reader.slice(name) for name in reader.tensors if name.startswith("mtp.")}
     )
@@ -53,19 +53,23 @@ class MultiTokenPrediction(nn.Module):
         self.mtp.layers = nn.ModuleList([classes.layer(config, layer_idx=0)])
         self.mtp.norm = classes.norm(size, eps=eps)
 
-    def forward(self, hf: Any, next_ids: Tensor, hidden: Tensor) -> Tensor:
-        """(b, s, h) for the head, from the next tokens (b, s) and its final hidden states (b, s, h)."""
+    def forward(self, hf: Any, next_ids: Tensor, hidden: Tensor, positions: Tensor | None = None) -> Tensor:
+        """(b, s, h) for the head, from the next tokens (b, s) and its final hidden states (b, s, h).
+
+        `positions` are what the model's rotary embedding takes, where these do not count tokens.
+        """
         mtp: Any = self.mtp
-        embedding = mtp.pre_fc_norm_embedding(hf.model.embed_tokens(next_ids))
+        decoder = hf.get_decoder()
+        embedding = mtp.pre_fc_norm_embedding(decoder.embed_tokens(next_ids))
         joined = mtp.fc(torch.cat([embedding, mtp.pre_fc_norm_hidden(hidden)], dim=-1))
         length = joined.size(1)
-        positions = torch.arange(length, device=joined.device)[None]
+        counted = torch.arange(length, device=joined.device)[None]
         ahead = torch.ones(length, length, dtype=torch.bool, device=joined.device).triu(1)
         mask = joined.new_zeros(length, length).masked_fill(ahead, torch.finfo(joined.dtype).min)
         output = mtp.layers[0](
             joined,
-            position_embeddings=hf.model.rotary_emb(joined, positions),
+            position_embeddings=decoder.rotary_emb(joined, counted if positions is None else positions),
             attention_mask=mask[None, None],
-            position_ids=positions,
+            position_ids=counted,
         )
         return mtp.norm(output)

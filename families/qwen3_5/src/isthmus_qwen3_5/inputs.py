@@ -1,0 +1,128 @@
+"""What HF's processor gives for Qwen3.5: whether tokens, pixels and grids belong together. Pure.
+
+A grid (t, h, w) counts patches; `merge`^2 of them make one feature, and one token. An image's tokens stand
+together; a video's stand together for each of its t frames, with text between.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+NAMES = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", "mm_token_type_ids")
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One kind of vision input: how the processor names it, and its number in `mm_token_type_ids`."""
+
+    name: str
+    type_id: int
+    pixels: str
+    grid: str
+    token: str
+
+
+IMAGE = Kind("image", 1, "pixel_values", "image_grid_thw", "image_token_id")
+VIDEO = Kind("video", 2, "pixel_values_videos", "video_grid_thw", "video_token_id")
+KINDS = (IMAGE, VIDEO)
+
+
+def token_types(input_ids: Tensor, tokens: dict[str, int]) -> Tensor:
+    """`mm_token_type_ids` by the placeholders in `input_ids`: 0 for text; of the same shape."""
+    found = torch.zeros_like(input_ids)
+    for kind in KINDS:
+        found.masked_fill_(input_ids == tokens[kind.token], kind.type_id)
+    return found
+
+
+def check(
+    input_ids: Tensor,
+    bounds: Sequence[tuple[int, int]],
+    position_ids: Tensor | None,
+    tokens: dict[str, int],
+    merge: int,
+    **inputs: Tensor | None,
+) -> None:
+    """ValueError, a line for each problem, that names samples by their number in the batch, from 0.
+
+    A sample is a row of `input_ids` (b, s) or, of a packed row, the sequence within `bounds`. Pixels may be
+    absent here: a later pipeline stage does without.
+    """
+    types = token_types(input_ids, tokens)
+    samples = [row[start:stop].tolist() for row in types for start, stop in bounds]
+    lines = [line for kind in KINDS for line in _kind(kind, samples, tokens, merge, inputs)]
+    given = inputs.get("mm_token_type_ids")
+    if given is not None and given.shape != input_ids.shape:
+        lines.append(f"mm_token_type_ids is {tuple(given.shape)}, input_ids {tuple(input_ids.shape)}")
+    elif given is not None:
+        stated = [row[start:stop].tolist() for row in given for start, stop in bounds]
+        wrong = [i for i, sample in enumerate(samples) if sample != stated[i]]
+        if wrong:
+            lines.append(f"{_samples(wrong)}: mm_token_type_ids does not say what input_ids does")
+    three = position_ids is not None and position_ids.dim() == 3
+    if three and position_ids.shape != (3, *input_ids.shape):
+        lines.append(f"position_ids is {tuple(position_ids.shape)}, expected {(3, *input_ids.shape)}")
+    seen = [i for i, sample in enumerate(samples) if any(sample)]
+    if seen and given is None and not three:
+        lines.append(
+            f"{_samples(seen)}: no mm_token_type_ids, of which mrope positions are made. Give what the"
+            " processor returned, or position_ids (3, b, s)"
+        )
+    if lines:
+        raise ValueError("vision inputs and tokens do not belong together:\n  " + "\n  ".join(lines))
+
+
+def _kind(
+    kind: Kind, samples: list[list[int]], tokens: dict[str, int], merge: int, inputs: dict[str, Tensor | None]
+) -> Iterator[str]:
+    """What is wrong with the inputs of one kind, a line each."""
+    grid, pixels = inputs.get(kind.grid), inputs.get(kind.pixels)
+    counts = {i: n for i, sample in enumerate(samples) if (n := sample.count(kind.type_id))}
+    if grid is None:
+        if counts:
+            found = ", ".join(f"sample {i} has {n}" for i, n in counts.items())
+            yield (
+                f"{found} {kind.name} tokens ({kind.token}={tokens[kind.token]}), and there is no"
+                f" {kind.pixels} with {kind.grid}"
+            )
+        if pixels is not None:
+            yield f"{kind.pixels} without {kind.grid}"
+        return
+    patches = int(grid.prod(-1).sum())
+    if pixels is not None and len(pixels) != patches:
+        yield f"{kind.pixels} has {len(pixels)} patches, {kind.grid} counts {patches}"
+    # A video's frames have a run of tokens each.
+    wanted = [
+        (number, h * w // merge**2, f"{t}x{h}x{w}")
+        for number, (t, h, w) in enumerate(grid.tolist())
+        for _ in range(t if kind is VIDEO else 1)
+    ]
+    runs = [
+        (i, len(list(group)))
+        for i, sample in enumerate(samples)
+        for value, group in groupby(sample)
+        if value == kind.type_id
+    ]
+    for (number, size, shape), (sample, length) in zip(wanted, runs, strict=False):
+        if size != length:
+            yield (
+                f"sample {sample} has {length} {kind.name} tokens in a row where {kind.name} {number} of"
+                f" grid {shape} has {size} features"
+            )
+            return
+    if len(runs) > len(wanted):
+        yield f"{_samples([i for i, _ in runs[len(wanted) :]])}: {kind.name} tokens that no {kind.grid} is of"
+    if len(wanted) > len(runs):
+        extra = sorted({number for number, *_ in wanted[len(runs) :]})
+        yield (
+            f"{kind.name} {', '.join(map(str, extra))} of {kind.grid} has no tokens: the"
+            f" {len(samples)} samples have {len(runs)} runs of {kind.name} tokens, the grids {len(wanted)}"
+        )
+
+
+def _samples(numbers: Sequence[int]) -> str:
+    unique = sorted(set(numbers))
+    return f"sample{'s' if len(unique) > 1 else ''} {', '.join(map(str, unique))}"

@@ -1,0 +1,236 @@
+"""Qwen3.5 with its vision tower computes what HF's does, gradients of the tower included, on every layout."""
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from isthmus.bridge import AutoBridge
+from isthmus.checkpoint.compare import compare
+from isthmus.checkpoint.reader import CheckpointReader
+from isthmus.hosting.vision_config import PARTS
+from isthmus.layout import Layout
+from isthmus.names import unwrapped
+from isthmus.testing import ranks, reference, training_step
+from isthmus.testing.batch import random_batch
+from isthmus.testing.tiny import write_tiny
+from isthmus.testing.verify import SAMPLES, Request, verify
+from isthmus_qwen3_5.family import FAMILY
+from isthmus_qwen3_5.samples import sample
+
+GRADIENTS = Request(grads=True)
+# Two data-parallel ranks of two microbatches of two: the second rank has no image at all.
+ON_ONE_RANK = ("image", "video", "text", "images", *4 * ("text",))
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of a tiny checkpoint by the variant's name."""
+    root = tmp_path_factory.mktemp("tiny")
+
+    def folder(variant: str) -> Path:
+        if not (root / variant).exists():
+            write_tiny(FAMILY, root / variant, variant, seed=1)
+        return root / variant
+
+    return folder
+
+
+def proof(folder: Path, layout: Layout, request: Request, mutation: str = "") -> dict[str, Any]:
+    layout = layout.resolved()
+    return ranks.run(layout.world_size, on_rank, folder, layout, request, mutation, timeout=120)[0]
+
+
+def on_rank(folder: Path, layout: Layout, request: Request, mutation: str) -> dict[str, Any]:
+    layout.initialize()
+    with pytest.MonkeyPatch.context() as patch:
+        MUTATIONS[mutation](patch)
+        bridge = AutoBridge.from_hf_pretrained(folder)
+        return verify(bridge, layout, request, lambda stage: contextlib.nullcontext())
+
+
+@pytest.mark.parametrize(
+    ("variant", "layout", "request_"),
+    [
+        ("vision", Layout(tp=2), GRADIENTS),
+        ("vision_tied", Layout(pp=2), GRADIENTS),
+        ("vision_moe_fused_experts", Layout(ep=2), GRADIENTS),
+        ("vision", Layout(tp=2, cp=2), GRADIENTS),
+        ("vision_moe", Layout(tp=2, etp=2), replace(GRADIENTS, overrides={"delta_net": "megatron"})),
+        ("vision", Layout(tp=2), replace(GRADIENTS, packed=True)),
+        ("vision", Layout(cp=2), replace(GRADIENTS, packed=True)),
+        ("vision", Layout(dp=2), replace(GRADIENTS, samples=ON_ONE_RANK)),
+        ("vision", Layout(tp=2), replace(GRADIENTS, samples=("text",))),
+        ("vision", Layout(cp=2), replace(GRADIENTS, samples=("both", "image"))),
+    ],
+    ids=str,
+)
+def test_outputs_and_gradients_are_hugging_faces(
+    checkpoints: Callable[[str], Path], variant: str, layout: Layout, request_: Request
+) -> None:
+    document = proof(checkpoints(variant), layout, request_)
+    assert document["failures"] == []
+    assert document["passed"]
+    assert document["roundtrip"]["bitwise_equal"]
+    assert document["coverage"]["passed_through"] == []
+    # Of text, the tower has no gradient on either side.
+    tower = {row["name"] for row in document["gradients"]["worst_params"] if "visual" in row["name"]}
+    assert tower or request_.samples == ("text",)
+
+
+def features_one_token_late(patch: pytest.MonkeyPatch) -> None:
+    from isthmus_qwen3_5.vision import Qwen35Model
+
+    original = Qwen35Model.features
+
+    def late(self: Any, input_ids: torch.Tensor, **inputs: Any) -> Any:
+        found = original(self, input_ids, **inputs)
+        return found and (found[0], found[1].roll(1, dims=1))
+
+    patch.setattr(Qwen35Model, "features", late)
+
+
+def height_and_width_swapped(patch: pytest.MonkeyPatch) -> None:
+    from isthmus_qwen3_5 import vision
+
+    original = vision.positions
+
+    def swapped(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return original(*args, **kwargs)[[0, 2, 1]]
+
+    patch.setattr(vision, "positions", swapped)
+
+
+def gradients_not_summed(patch: pytest.MonkeyPatch) -> None:
+    from isthmus.hosting import vision_model
+
+    def alone(features: torch.Tensor, group: Any) -> torch.Tensor:
+        return features
+
+    patch.setattr(vision_model, "copy_to_tensor_model_parallel_region", alone)
+
+
+def gradients_of_one_context_rank(patch: pytest.MonkeyPatch) -> None:
+    from isthmus_qwen3_5.vision import Qwen35Model
+
+    original = Qwen35Model.features
+
+    def detached(self: Any, input_ids: torch.Tensor, **inputs: Any) -> Any:
+        found = original(self, input_ids, **inputs)
+        return found and (found[0] if dist.get_rank() == 0 else found[0].detach(), found[1])
+
+    patch.setattr(Qwen35Model, "features", detached)
+
+
+MUTATIONS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "": lambda patch: None,
+    "place": features_one_token_late,
+    "axes": height_and_width_swapped,
+    "tp": gradients_not_summed,
+    "cp": gradients_of_one_context_rank,
+}
+
+
+@pytest.mark.parametrize(
+    ("mutation", "layout", "wrong"),
+    [
+        ("place", Layout(), "logits"),
+        ("axes", Layout(), "logits"),
+        ("tp", Layout(tp=2), "gradients"),
+        ("cp", Layout(cp=2), "gradients"),
+    ],
+    ids=str,
+)
+def test_a_mistake_is_found(
+    checkpoints: Callable[[str], Path], mutation: str, layout: Layout, wrong: str
+) -> None:
+    document = proof(checkpoints("vision"), layout, GRADIENTS, mutation)
+    assert any(line.startswith(wrong) for line in document["failures"]), document["failures"]
+
+
+def train(folder: Path, layout: Layout, out: Path, freeze: list[str]) -> dict[str, Any]:
+    """A step of Adam in bf16, then an export; what of the tower differs from tensor-parallel rank 0's."""
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    layout.initialize()
+    bridge = AutoBridge.from_hf_pretrained(folder)
+    fields = {"freeze": freeze, "calculate_per_token_loss": True, **layout.config_overrides()}
+    chunks = bridge.build_model(bridge.get_model_config(**fields), wrap_with_ddp=True)
+    bridge.load_hf_weights(chunks)
+    options = OptimizerConfig(optimizer="adam", lr=0.01, bf16=True, params_dtype=torch.bfloat16)
+    optimizer = get_megatron_optimizer(options, chunks)
+    place = partial(sample, bridge.hf_config)
+    batch = random_batch(
+        140, tokens=32, seed=0, ranks=1, microbatches=2, packed=False, sample=place, kinds=SAMPLES
+    )
+    training_step.run(chunks, batch, gradients=True)
+    optimizer.step()
+    model = unwrapped(chunks[0])
+    differ = []
+    for name, parameter in getattr(model, "vision_model", torch.nn.Module()).named_parameters():
+        first = parameter.data.clone()
+        dist.broadcast(first, group=model.pg_collection.tp, group_src=0)
+        if not torch.equal(first, parameter):
+            differ.append(name)
+    buffers = {b.dtype for b in getattr(model, "vision_model", torch.nn.Module()).buffers()}
+    bridge.save_hf_pretrained(chunks, out)
+    return {"differ": differ, "buffers": buffers}
+
+
+@pytest.mark.parametrize(
+    ("freeze", "changed"),
+    [(["vision"], {"projector", "language"}), (["vision", "projector"], {"language"}), ([], {*PARTS})],
+    ids=str,
+)
+def test_frozen_parts_are_exported_as_they_were_and_the_others_trained(
+    checkpoints: Callable[[str], Path], tmp_path: Path, freeze: list[str], changed: set[str]
+) -> None:
+    source, out = checkpoints("vision"), tmp_path / "out"
+    found = ranks.run(2, train, source, Layout(tp=2).resolved(), out, freeze, timeout=120)
+    assert [rank["differ"] for rank in found] == [[], []]  # copies are bitwise equal
+    assert found[0]["buffers"] == {torch.float32}  # rotary frequencies of a bf16 tower
+    with CheckpointReader(source) as before, CheckpointReader(out) as after:
+        assert before.tensors.keys() == after.tensors.keys()
+        moved = {
+            _part(name)
+            for name in before.tensors
+            if not torch.equal(before.slice(name), after.slice(name)) and not name.startswith("mtp.")
+        }
+    assert moved == changed
+
+
+def _part(name: str) -> str:
+    if name.startswith("model.visual."):
+        return "projector" if ".merger." in name else "vision"
+    return "language"
+
+
+def import_(folder: Path, layout: Layout, megatron: Path) -> None:
+    layout.initialize()
+    AutoBridge.from_hf_pretrained(folder).import_ckpt(megatron)
+
+
+def export(megatron: Path, layout: Layout, out: Path) -> None:
+    layout.initialize()
+    bridge = AutoBridge.from_megatron(megatron)
+    bridge.export_ckpt(megatron, out)
+
+
+def test_a_megatron_checkpoint_has_the_tower_once_and_is_exported_at_another_layout(
+    checkpoints: Callable[[str], Path], tmp_path: Path
+) -> None:
+    source, megatron, out = checkpoints("vision_moe"), tmp_path / "megatron", tmp_path / "out"
+    ranks.run(2, import_, source, Layout(tp=2).resolved(), megatron, timeout=120)
+    assert "vision_language_spec" in (megatron / "megatron_args.txt").read_text()
+    ranks.run(2, export, megatron, Layout(pp=2).resolved(), out, timeout=120)
+    with CheckpointReader(source) as before, CheckpointReader(out) as after:
+        outcome = compare(before, after)
+        assert outcome.equal == len(before.tensors)
+        assert not outcome.added
+    reference.load(out, torch.float32, vision=True)  # strictly, as ForConditionalGeneration

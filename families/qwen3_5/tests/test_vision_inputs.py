@@ -1,0 +1,121 @@
+"""Tokens and vision inputs of Qwen3.5: where positions lie, and what does not belong together."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from isthmus.config import HFConfig
+from isthmus.hosting.torch_functions import import_modeling
+from isthmus_qwen3_5.config import megatron_config
+from isthmus_qwen3_5.inputs import check
+from isthmus_qwen3_5.samples import sample
+from isthmus_qwen3_5.tiny import tiny_config, vision_language
+from isthmus_qwen3_5.vision import interleaved, positions
+
+HF = HFConfig(vision_language(tiny_config()))
+VISION = megatron_config(HF, frozenset())["vision"]
+MERGE = 2
+
+
+def row(kind: str, length: int = 32) -> tuple[Tensor, dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(140, (length + 1,), generator=generator)
+    tokens, inputs = sample(HF, tokens, kind, generator)
+    return tokens[:-1], inputs
+
+
+def joined(*kinds: str) -> tuple[Tensor, dict[str, Tensor]]:
+    """A batch (b, s) of samples, as the processor returns it."""
+    rows = [row(kind) for kind in kinds]
+    inputs: dict[str, Tensor] = {}
+    for name in dict.fromkeys(name for _, each in rows for name in each):
+        parts = [each[name] for _, each in rows if name in each]
+        inputs[name] = torch.stack(parts) if name == "mm_token_type_ids" else torch.cat(parts)
+    return torch.stack([tokens for tokens, _ in rows]), inputs
+
+
+def whole(inputs: dict[str, Tensor]) -> dict[str, Any]:
+    return {"image_grid_thw": None, "video_grid_thw": None, **inputs}
+
+
+def test_packed_sequences_have_the_positions_that_each_has_alone() -> None:
+    tokens, inputs = joined("images", "text", "video", "both")
+    apart = positions(tokens, [(0, 32)], VISION, MERGE, **whole(inputs))
+    inputs["mm_token_type_ids"] = inputs["mm_token_type_ids"].flatten()[None]
+    bounds = [(i * 32, i * 32 + 32) for i in range(4)]
+    packed = positions(tokens.flatten()[None], bounds, VISION, MERGE, **whole(inputs))
+    assert torch.equal(packed[:, 0].unflatten(-1, (4, 32)), apart)
+    assert not torch.equal(apart[0], apart[1])  # or it would prove nothing of images
+
+
+def test_frequencies_are_those_of_hugging_faces_rotary_embedding() -> None:
+    modeling = import_modeling("transformers.models.qwen3_5.modeling_qwen3_5")
+    config = modeling.Qwen3_5TextConfig(**tiny_config(head_dim=256, hidden_size=64))
+    config.rope_parameters["mrope_section"] = [11, 11, 10]
+    rotary = modeling.Qwen3_5TextRotaryEmbedding(config)
+    where = torch.randint(500, (3, 2, 32), generator=torch.Generator().manual_seed(0))
+    cosines, sines = rotary(torch.zeros(1), where)
+    found = interleaved(where, rotary.inv_freq, [11, 11, 10]).squeeze(2).transpose(0, 1)
+    assert torch.equal(found.cos(), cosines)
+    assert torch.equal(found.sin(), sines)
+
+
+def without(*names: str) -> Callable[[Tensor, dict[str, Tensor]], None]:
+    def change(tokens: Tensor, inputs: dict[str, Tensor]) -> None:
+        for name in names:
+            del inputs[name]
+
+    return change
+
+
+def one_token_less(tokens: Tensor, inputs: dict[str, Tensor]) -> None:
+    at = int((tokens[1] == VISION["image_token_id"]).nonzero()[0])
+    tokens[1, at], inputs["mm_token_type_ids"][1, at] = 5, 0
+
+
+def no_tokens(tokens: Tensor, inputs: dict[str, Tensor]) -> None:
+    tokens[1:][tokens[1:] == VISION["image_token_id"]] = 5
+    inputs["mm_token_type_ids"][1:] = 0
+
+
+def a_patch_less(tokens: Tensor, inputs: dict[str, Tensor]) -> None:
+    inputs["pixel_values"] = inputs["pixel_values"][1:]
+
+
+def types_of_another(tokens: Tensor, inputs: dict[str, Tensor]) -> None:
+    inputs["mm_token_type_ids"] = inputs["mm_token_type_ids"].flip(0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            without("pixel_values", "image_grid_thw"),
+            r"sample 1 has 6 image tokens \(image_token_id=150\), and there is no pixel_values",
+        ),
+        (no_tokens, r"image 0 of image_grid_thw has no tokens"),
+        (one_token_less, r"sample 1 has 5 image tokens in a row where image 0 of grid 1x4x6 has 6 features"),
+        (a_patch_less, r"pixel_values has 23 patches, image_grid_thw counts 24"),
+        (without("image_grid_thw"), r"pixel_values without image_grid_thw"),
+        (without("mm_token_type_ids"), r"sample 1: no mm_token_type_ids, of which mrope positions"),
+        (types_of_another, r"samples 0, 1: mm_token_type_ids does not say"),
+    ],
+)
+def test_inputs_that_do_not_belong_together_name_the_sample(
+    change: Callable[[Tensor, dict[str, Tensor]], None], message: str
+) -> None:
+    tokens, inputs = joined("text", "image")
+    check(tokens, [(0, 32)], None, VISION, MERGE, **inputs)
+    change(tokens, inputs)
+    with pytest.raises(ValueError, match=message):
+        check(tokens, [(0, 32)], None, VISION, MERGE, **inputs)
+
+
+def test_a_packed_sequence_is_a_sample() -> None:
+    tokens, inputs = joined("text", "image")
+    with pytest.raises(ValueError, match="sample 1: no mm_token_type_ids"):
+        inputs = {name: value for name, value in inputs.items() if name != "mm_token_type_ids"}
+        check(tokens.flatten()[None], [(0, 32), (32, 64)], None, VISION, MERGE, **inputs)
