@@ -11,9 +11,9 @@ from isthmus.config import HFConfig
 from isthmus.hosting.torch_functions import import_modeling
 from isthmus_qwen3_5.config import megatron_config
 from isthmus_qwen3_5.inputs import check
+from isthmus_qwen3_5.mrope import interleaved, positions
 from isthmus_qwen3_5.samples import sample
 from isthmus_qwen3_5.tiny import tiny_config, vision_language
-from isthmus_qwen3_5.vision import interleaved, positions
 
 HF = HFConfig(vision_language(tiny_config()))
 VISION = megatron_config(HF, frozenset())["vision"]
@@ -116,6 +116,6 @@ def test_inputs_that_do_not_belong_together_name_the_sample(
 
 def test_a_packed_sequence_is_a_sample() -> None:
     tokens, inputs = joined("text", "image")
+    del inputs["mm_token_type_ids"]
     with pytest.raises(ValueError, match="sample 1: no mm_token_type_ids"):
-        inputs = {name: value for name, value in inputs.items() if name != "mm_token_type_ids"}
         check(tokens.flatten()[None], [(0, 32), (32, 64)], None, VISION, MERGE, **inputs)

@@ -18,3 +18,9 @@ IN_PROJECTIONS = InProjections(
     },
     by_key_head=False,
 )
+
+# Of models with a vision tower, by model_type: transformers' modeling file, and how its classes begin.
+MODELING = {
+    "qwen3_5": (DENSE.modeling, "Qwen3_5"),
+    "qwen3_5_moe": (MOE.modeling, "Qwen3_5Moe"),
+}

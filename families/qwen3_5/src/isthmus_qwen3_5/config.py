@@ -15,7 +15,7 @@ VISION_INERT = frozenset({"vision_start_token_id", "vision_end_token_id"})
 VISION_FIELDS = (
     *("depth", "hidden_size", "hidden_act", "intermediate_size", "num_heads", "in_channels", "patch_size"),
     *("spatial_merge_size", "temporal_patch_size", "out_hidden_size", "num_position_embeddings"),
-    "initializer_range",
+    *("initializer_range", "rope_parameters"),
 )
 VISION_TOKENS = ("image_token_id", "video_token_id")
 MROPE_SECTION = (11, 11, 10)  # where config.json has none: transformers' own
