@@ -1,6 +1,5 @@
 """Qwen3.5 with its vision tower computes what HF's does, gradients of the tower included, on every layout."""
 
-import contextlib
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -19,9 +18,7 @@ from isthmus.layout import Layout
 from isthmus.names import unwrapped
 from isthmus.testing import ranks, reference, training_step
 from isthmus.testing.batch import random_batch
-from isthmus.testing.tiny import write_tiny
 from isthmus.testing.verify import SAMPLES, Request, verify
-from isthmus_qwen3_5.family import FAMILY
 from isthmus_qwen3_5.samples import sample
 
 GRADIENTS = Request(grads=True)
@@ -29,22 +26,9 @@ GRADIENTS = Request(grads=True)
 ON_ONE_RANK = ("image", "video", "text", "images", *4 * ("text",))
 
 
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The folder of a tiny checkpoint by the variant's name."""
-    root = tmp_path_factory.mktemp("tiny")
-
-    def folder(variant: str) -> Path:
-        if not (root / variant).exists():
-            write_tiny(FAMILY, root / variant, variant, seed=1)
-        return root / variant
-
-    return folder
-
-
 def proof(folder: Path, layout: Layout, request: Request, mutation: str = "") -> dict[str, Any]:
     layout = layout.resolved()
-    return ranks.run(layout.world_size, on_rank, folder, layout, request, mutation, timeout=120)[0]
+    return ranks.run(layout.world_size, on_rank, folder, layout, request, mutation)[0]
 
 
 def on_rank(folder: Path, layout: Layout, request: Request, mutation: str) -> dict[str, Any]:
@@ -52,7 +36,7 @@ def on_rank(folder: Path, layout: Layout, request: Request, mutation: str) -> di
     with pytest.MonkeyPatch.context() as patch:
         MUTATIONS[mutation](patch)
         bridge = AutoBridge.from_hf_pretrained(folder)
-        return verify(bridge, layout, request, lambda stage: contextlib.nullcontext())
+        return verify(bridge, layout, request)
 
 
 @pytest.mark.parametrize(
@@ -192,7 +176,7 @@ def test_frozen_parts_are_exported_as_they_were_and_the_others_trained(
     checkpoints: Callable[[str], Path], tmp_path: Path, freeze: list[str], changed: set[str]
 ) -> None:
     source, out = checkpoints("vision"), tmp_path / "out"
-    found = ranks.run(2, train, source, Layout(tp=2).resolved(), out, freeze, timeout=120)
+    found = ranks.run(2, train, source, Layout(tp=2).resolved(), out, freeze)
     assert [rank["differ"] for rank in found] == [[], []]  # copies are bitwise equal
     assert found[0]["buffers"] == {torch.float32}  # rotary frequencies of a bf16 tower
     with CheckpointReader(source) as before, CheckpointReader(out) as after:
@@ -226,9 +210,9 @@ def test_a_megatron_checkpoint_has_the_tower_once_and_is_exported_at_another_lay
     checkpoints: Callable[[str], Path], tmp_path: Path
 ) -> None:
     source, megatron, out = checkpoints("vision_moe"), tmp_path / "megatron", tmp_path / "out"
-    ranks.run(2, import_, source, Layout(tp=2).resolved(), megatron, timeout=120)
+    ranks.run(2, import_, source, Layout(tp=2).resolved(), megatron)
     assert "vision_language_spec" in (megatron / "megatron_args.txt").read_text()
-    ranks.run(2, export, megatron, Layout(pp=2).resolved(), out, timeout=120)
+    ranks.run(2, export, megatron, Layout(pp=2).resolved(), out)
     with CheckpointReader(source) as before, CheckpointReader(out) as after:
         outcome = compare(before, after)
         assert outcome.equal == len(before.tensors)

@@ -149,7 +149,7 @@ def test_an_export_states_the_tie_at_both_levels(tmp_path: Path, level: str) -> 
     silent = raw if level == "tie_word_embeddings" else raw["text_config"]
     del silent["tie_word_embeddings"]
     (tmp_path / "hf" / "config.json").write_text(json.dumps(raw, indent=2))
-    ranks.run(1, export, tmp_path / "hf", tmp_path / "out", Layout().resolved(), None, timeout=120)
+    ranks.run(1, export, tmp_path / "hf", tmp_path / "out", Layout().resolved(), None)
     written = json.loads((tmp_path / "out" / "config.json").read_text())
     assert written["tie_word_embeddings"] is written["text_config"]["tie_word_embeddings"] is True
     assert "lm_head.weight" not in read(tmp_path / "out")

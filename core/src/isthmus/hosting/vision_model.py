@@ -93,7 +93,7 @@ class VisionLanguageModel(GPTModel):
         self.check(input_ids, whole, position_ids, **inputs)
         mine = own_tokens(whole, self.pg_collection.cp)
 
-        def take(tensor: Tensor | None) -> Tensor | None:
+        def take(tensor: Any) -> Any:
             return tensor if tensor is None or mine is None else tensor[:, mine]
 
         ids = take(input_ids)
@@ -103,17 +103,14 @@ class VisionLanguageModel(GPTModel):
         self._frequencies = self.frequencies(input_ids, whole, position_ids, **inputs)
         if self._frequencies is not None and mine is not None and packed_seq_params is None:
             self._frequencies = self._frequencies[mine]  # of packed sequences, Megatron takes them itself
+        given: dict[str, Any] = {"labels": take(labels), "loss_mask": take(loss_mask)}
+        given |= {
+            "attention_mask": attention_mask,
+            "decoder_input": decoder_input,
+            "packed_seq_params": packed_seq_params,
+        }
         try:
-            return super().forward(
-                ids,
-                counted,
-                attention_mask,
-                decoder_input,
-                take(labels),
-                packed_seq_params=packed_seq_params,
-                loss_mask=take(loss_mask),
-                **more,
-            )
+            return super().forward(ids, counted, **given, **more)
         finally:
             self._frequencies = None
 

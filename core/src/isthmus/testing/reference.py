@@ -4,7 +4,7 @@ import importlib
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from itertools import zip_longest
+from itertools import repeat
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -116,7 +116,7 @@ def run(model: Model, batch: Batch, *, gradients: bool, mtp_weight: float = 0.0)
         parameter.grad = None
     collected = _Collected()
     with _LayerOutputs(model.hf, collected.layers), torch.set_grad_enabled(gradients):
-        for sequence, inputs in zip_longest(batch.sequences, batch.inputs, fillvalue={}):
+        for sequence, inputs in zip(batch.sequences, batch.inputs or repeat({}), strict=False):
             loss = _one(model, sequence.to(model.hf.device), inputs, batch, mtp_weight, collected)
             if gradients:
                 loss.backward()

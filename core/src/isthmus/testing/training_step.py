@@ -46,7 +46,7 @@ def run(chunks: Sequence[nn.Module], batch: Batch, *, gradients: bool) -> Record
     layout = getattr(getattr(model, "isthmus_model_config", None), "cp_layout", "zigzag")
     held = order(batch.bounds, groups.cp.size(), layout)
     own = held.chunk(groups.cp.size())[groups.cp.rank()]
-    feeds = [_feed(sequences, batch, own, device) for sequences in microbatches]
+    feeds: list[dict[str, Any]] = [_feed(sequences, batch, own, device) for sequences in microbatches]
     if batch.inputs:
         inputs = batch.vision_inputs(groups.dp.rank(), groups.dp.size())
         everything = torch.arange(batch.row)

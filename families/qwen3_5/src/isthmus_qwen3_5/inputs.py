@@ -63,7 +63,7 @@ def check(
         if wrong:
             lines.append(f"{_samples(wrong)}: mm_token_type_ids does not say what input_ids does")
     three = position_ids is not None and position_ids.dim() == 3
-    if three and position_ids.shape != (3, *input_ids.shape):
+    if position_ids is not None and three and position_ids.shape != (3, *input_ids.shape):
         lines.append(f"position_ids is {tuple(position_ids.shape)}, expected {(3, *input_ids.shape)}")
     seen = [i for i, sample in enumerate(samples) if any(sample)]
     if seen and given is None and not three:
