@@ -18,6 +18,7 @@ from isthmus.layout import Layout
 from isthmus.names import unwrapped
 from isthmus.testing import ranks, reference, training_step
 from isthmus.testing.batch import random_batch
+from isthmus.testing.numerics import FLOAT32, rel_rms
 from isthmus.testing.verify import SAMPLES, Request, verify
 from isthmus_qwen3_5.samples import sample
 
@@ -218,3 +219,45 @@ def test_a_megatron_checkpoint_has_the_tower_once_and_is_exported_at_another_lay
         assert outcome.equal == len(before.tensors)
         assert not outcome.added
     reference.load(out, torch.float32, vision=True)  # strictly, as ForConditionalGeneration
+
+
+def tower_gradients(folder: Path, layout: Layout) -> dict[str, torch.Tensor]:
+    """Of two microbatches in all, reduced while the backward runs; only the first has images."""
+    from megatron.core.distributed import DistributedDataParallelConfig
+
+    layout.initialize()
+    bridge = AutoBridge.from_hf_pretrained(folder)
+    config = bridge.get_model_config(
+        params_dtype=torch.float32, calculate_per_token_loss=True, **layout.config_overrides()
+    )
+    overlapped = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, overlap_grad_reduce=layout.dp > 1, average_in_collective=False
+    )
+    chunks = bridge.build_model(config, wrap_with_ddp=True, ddp_config=overlapped)
+    bridge.load_hf_weights(chunks)
+    count = 2 // layout.dp
+    batch = random_batch(
+        140,
+        tokens=32,
+        seed=0,
+        ranks=layout.dp,
+        microbatches=count,
+        packed=False,
+        sample=partial(sample, bridge.hf_config),
+        kinds=("image", "video", "text", "text"),
+    )
+    training_step.run(chunks, batch, gradients=True)
+    tower = unwrapped(chunks[0]).vision_model
+    return {name: parameter.main_grad.clone() for name, parameter in tower.named_parameters()}
+
+
+def test_a_rank_without_images_takes_part_in_reductions_that_overlap_the_backward(
+    checkpoints: Callable[[str], Path],
+) -> None:
+    folder = checkpoints("vision")
+    alone = ranks.run(1, tower_gradients, folder, Layout().resolved())[0]
+    first, second = ranks.run(2, tower_gradients, folder, Layout(dp=2).resolved())
+    assert all(gradient.any() for gradient in alone.values())
+    for name, gradient in alone.items():
+        assert torch.equal(first[name], second[name]), name
+        assert rel_rms(first[name], gradient) < FLOAT32.worst_gradient, name
