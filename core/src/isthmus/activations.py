@@ -18,7 +18,7 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 def activation_name(function: Callable[[Tensor], Tensor]) -> str:
     """HF's first name of `function`. ValueError where it has none."""
     for name, known in FUNCTIONS.items():
-        if _same(function, known):
+        if same_function(function, known):
             return name
     raise ValueError(
         f"activation function {function} has no name that transformers knows; expected one of "
@@ -26,7 +26,8 @@ def activation_name(function: Callable[[Tensor], Tensor]) -> str:
     )
 
 
-def _same(found: object, known: object) -> bool:
+def same_function(found: object, known: object) -> bool:
+    """Whether two functions are one, or the same one with the same keywords."""
     if isinstance(found, partial) and isinstance(known, partial):
         return found.func is known.func and found.keywords == known.keywords
     return found is known

@@ -133,11 +133,15 @@ def dtype_fields(dtype: "torch.dtype") -> dict[str, Any]:
 
 
 def decoder_config(
-    hf: HFConfig, position_fields: Mapping[str, Any] | None = None, ffn_hidden_size: int | None = None
+    hf: HFConfig,
+    position_fields: Mapping[str, Any] | None = None,
+    ffn_hidden_size: int | None = None,
+    activation_key: str = "hidden_act",
 ) -> dict[str, Any]:
     """Fields shared by all gated-MLP, RMSNorm, bias-free decoders.
 
     Args:
+        activation_key: what the config calls its activation function.
         position_fields: Megatron's position fields, where they are not those of :func:`rope_fields`.
         ffn_hidden_size: rows of a dense MLP, where the config has no `intermediate_size`.
     """
@@ -166,7 +170,7 @@ def decoder_config(
         "add_bias_linear": False,
         "add_qkv_bias": False,
         "gated_linear_unit": True,
-        "activation_func": activation(hf),
+        "activation_func": activation(hf, activation_key),
         "hidden_dropout": 0.0,  # no Hugging Face decoder here drops hidden states
         "attention_dropout": hf["attention_dropout"],
         "attention_softmax_in_fp32": True,

@@ -8,8 +8,14 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from isthmus.activations import same_function
+
 # Config fields whose argument has another name.
-RENAMED = {"num_moe_experts": "num_experts", "seq_length": "max_position_embeddings"}
+RENAMED = {
+    "num_moe_experts": "num_experts",
+    "seq_length": "max_position_embeddings",
+    "seq_len_interpolation_factor": "rotary_seq_len_interpolation_factor",
+}
 # Config fields that a training script sets from other arguments, or whose value follows from them.
 IMPLIED = frozenset(
     {
@@ -35,7 +41,7 @@ def arguments(fields: Mapping[str, Any], spec: Any = None) -> list[str]:
     function, for `--spec`. ValueError lists fields that no argument can express.
     """
     actions, defaults = _actions(), _defaults()
-    found = _implied(fields)
+    found = _implied(fields, getattr(spec, "gated_activation", None))
     if spec is not None:
         found += ["--spec", spec.__module__, spec.__name__]
     unknown = []
@@ -82,8 +88,11 @@ def namespace(words: list[str]) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-def _implied(fields: Mapping[str, Any]) -> list[str]:
-    """Arguments that stand for several fields, or for a field turned round."""
+def _implied(fields: Mapping[str, Any], by_spec: Any) -> list[str]:
+    """Arguments that stand for several fields, or for a field turned round.
+
+    `by_spec` is the activation of gated MLPs that the layer spec puts in where the arguments state no gate.
+    """
     found = []
     if fields.get("params_dtype") in (torch.bfloat16, torch.float16):
         found.append("--bf16" if fields["params_dtype"] == torch.bfloat16 else "--fp16")
@@ -92,11 +101,14 @@ def _implied(fields: Mapping[str, Any]) -> list[str]:
     if "num_query_groups" in fields:
         found.append("--group-query-attention")
     if fields.get("gated_linear_unit"):
-        if fields["activation_func"] is not functional.silu:
+        if fields["activation_func"] is functional.silu:
+            found.append("--swiglu")
+        elif by_spec is not None and same_function(fields["activation_func"], by_spec):
+            found.append("--no-bias-gelu-fusion")  # it knows no gate
+        else:
             raise ValueError(
                 f"Megatron's training script has no argument for a gated {fields['activation_func']}"
             )
-        found.append("--swiglu")
     return found
 
 
@@ -104,7 +116,7 @@ def _argument(action: argparse.Action, value: Any) -> list[str]:
     flag = action.option_strings[0]
     if action.nargs == 0:
         return [flag]
-    return [flag, repr(value).replace(" ", "") if isinstance(value, list) else str(value)]
+    return [flag, repr(value).replace(" ", "") if isinstance(value, list | tuple) else str(value)]
 
 
 def _actions() -> dict[str, argparse.Action]:

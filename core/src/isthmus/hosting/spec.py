@@ -17,6 +17,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from torch import Tensor
 
 from isthmus import mtp, optimizer_state, tied_head
 from isthmus.hosting import own_training
@@ -26,10 +27,14 @@ from isthmus.zigzag import LAYOUTS
 type Block = Callable[[Any, TransformerConfig, int | None], TransformerBlockSubmodules]
 
 
-def layer_spec(block: Block) -> Callable[..., TransformerBlockSubmodules]:
+def layer_spec(
+    block: Block, *, gated_activation: Callable[[Tensor], Tensor] | None = None
+) -> Callable[..., TransformerBlockSubmodules]:
     """`block` (model config, transformer config, vp_stage) in Megatron's two signatures.
 
     Those are (model config, vp_stage) of its model builder, and (args, transformer config, vp_stage).
+    `gated_activation` is of the gated MLPs of a config that has none: Megatron's arguments, of which it may
+    be made, know only SiLU there.
     """
 
     @functools.wraps(block)
@@ -39,9 +44,13 @@ def layer_spec(block: Block) -> Callable[..., TransformerBlockSubmodules]:
         if isinstance(config, int):
             config, vp_stage = None, config
         transformer = config or model_config.transformer
+        if gated_activation is not None and not transformer.gated_linear_unit:
+            transformer.gated_linear_unit, transformer.activation_func = True, gated_activation
+            transformer.bias_activation_fusion = False  # has no such function
         _prepare(model_config, transformer)
         return block(model_config, transformer, vp_stage)
 
+    spec.gated_activation = gated_activation  # type: ignore[attr-defined]
     return spec
 
 

@@ -235,13 +235,15 @@ def embeddings(
     prefix: str = "model.",
     tied: bool | None = None,
     *,
+    head: str = "lm_head.weight",
     copies: tuple[str, ...] = (),
     head_copies: tuple[str, ...] = (),
 ) -> list[Rule]:
-    """`{prefix}embed_tokens` and `lm_head`, tied or not, for a config.json and the tensor names of its files.
+    """`{prefix}embed_tokens` and the head, tied or not, for a config.json and the tensor names of its files.
 
     Args:
         tied: for a config with more than one `tie_word_embeddings`.
+        head: the head's name.
         copies, head_copies: further names of the embedding and of the head; those in the files are loaded and
             exported. The files of a tied head may repeat it, too.
     """
@@ -249,7 +251,7 @@ def embeddings(
     def repeated(*names: str) -> tuple[str, ...]:
         return tuple(name for name in names if name in keys)
 
-    rows, embedding, head = hf["vocab_size"], f"{prefix}embed_tokens.weight", "lm_head.weight"
+    rows, embedding = hf["vocab_size"], f"{prefix}embed_tokens.weight"
     words, output = "embedding.word_embeddings.weight", "output_layer.weight"
     if not (hf["tie_word_embeddings"] if tied is None else tied):
         return [

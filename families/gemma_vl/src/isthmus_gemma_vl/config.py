@@ -1,0 +1,127 @@
+"""Gemma 3's config.json in Megatron's fields: the arithmetic of the language model, and nothing else."""
+
+from typing import Any
+
+from isthmus.config import HFConfig
+from isthmus.decoder import check_head, decoder_config
+from isthmus_gemma_vl.names import HEADS, has_vision, text_config
+from isthmus_gemma_vl.ropes import FULL, SLIDING, ropes
+
+# transformers 4 wrote the pattern of the layers that it lists; hybrid caches are of generation.
+INERT = frozenset({"_sliding_window_pattern", "cache_implementation"})
+PATTERN = "sliding_window_pattern"
+# Of the vision tower and of where its features go, which the language model does not see.
+VISION = frozenset(
+    {
+        "vision_config",
+        "image_token_index",
+        "image_token_id",
+        "boi_token_index",
+        "eoi_token_index",
+        "mm_tokens_per_image",
+        "initializer_range",
+    }
+)
+
+
+def megatron_config(hf: HFConfig, keys: frozenset[str]) -> dict[str, Any]:
+    """Fields of GPTModelConfig and TransformerConfig that compute what Hugging Face's Gemma 3 does on text.
+
+    Args:
+        keys: tensor names of the checkpoint; empty where only the config is known.
+
+    Raises:
+        ValueError: the config contradicts itself or the checkpoint, has keys nobody understands, or asks for
+            arithmetic that Megatron does not have.
+    """
+    text = text_config(hf)
+    head_dim = text["head_dim"]
+    rotary = ropes(text)
+    fields = decoder_config(text, {"position_embedding_type": "rope"}, activation_key="hidden_activation")
+    kinds = layer_kinds(text)
+    _refuse(text)
+    fields |= {
+        "share_embeddings_and_output_weights": _tied(hf, text, keys),
+        "layernorm_zero_centered_gamma": True,
+        "qk_layernorm": True,
+        "rotary_base": _whole(rotary.full),
+        "rotary_percent": 1.0,
+        "seq_len_interpolation_factor": _whole(rotary.factor),
+        "rope_local_base": rotary.sliding,
+        **_window(text, kinds),
+        # Megatron's own way to scale embeddings and softmax; widths stay what they are. sqrt(base) / head_dim
+        # is then query_pre_attn_scalar ** -0.5.
+        "use_mup": True,
+        "mup_base_head_dim": head_dim**2 / text["query_pre_attn_scalar"],
+        "part": "all" if has_vision(hf) else "text",
+    }
+    hf.check_all_understood(INERT | VISION if has_vision(hf) else INERT)
+    return fields
+
+
+def layer_kinds(text: HFConfig) -> list[str]:
+    """The kind of every layer, by `layer_types` or `sliding_window_pattern`. ValueError: they disagree."""
+    layers, listed, every = text["num_hidden_layers"], text.get("layer_types"), text.get(PATTERN)
+    kinds = listed
+    if every is not None or listed is None:
+        every = every or 6  # of every Gemma 3, and what Hugging Face's class takes
+        kinds = [FULL if (i + 1) % every == 0 else SLIDING for i in range(layers)]
+    if listed is not None and list(listed) != kinds:
+        raise ValueError(
+            f"config.json contradicts itself: {PATTERN}={every} means {kinds}, layer_types={listed}. Keep the"
+            " one the model was trained with"
+        )
+    if len(kinds) != layers:
+        raise ValueError(f"config.json: layer_types names {len(kinds)} layers, num_hidden_layers={layers}")
+    if unknown := sorted(set(kinds) - {FULL, SLIDING}):
+        raise ValueError(f"config.json: layer_types has {unknown}, expected {SLIDING} or {FULL}")
+    return list(kinds)
+
+
+def _window(text: HFConfig, kinds: list[str]) -> dict[str, Any]:
+    """A sliding layer sees `sliding_window` tokens, itself among them; Megatron counts those before it."""
+    if SLIDING not in kinds:
+        return {"window_size": None, "window_attn_skip_freq": None}
+    return {
+        "window_size": (text["sliding_window"] - 1, 0),
+        "window_attn_skip_freq": [int(kind == SLIDING) for kind in kinds],
+    }
+
+
+def _refuse(text: HFConfig) -> None:
+    """ValueError where the config asks for what Megatron's attention or head does not compute."""
+    wrong = [
+        f"{key}={value}: {why}"
+        for key, why in (
+            ("attn_logit_softcapping", "no attention of Megatron caps its logits, nor does Hugging Face's"),
+            ("final_logit_softcapping", "Megatron's head does not cap its logits"),
+            ("use_bidirectional_attention", "Megatron trains decoders on causal attention"),
+        )
+        if (value := text.get(key))
+    ]
+    if wrong:
+        raise ValueError("config.json: not supported:\n  " + "\n  ".join(wrong))
+
+
+def _tied(hf: HFConfig, text: HFConfig, keys: frozenset[str]) -> bool:
+    """Whether the head is the embedding. ValueError: the two levels of the config disagree, or an untied head
+    is not in the files.
+
+    Hugging Face's vision-language class goes by the file's own level, its language model by `text_config`.
+    """
+    tied = hf["tie_word_embeddings"]
+    nested = text.get("tie_word_embeddings")
+    if nested is not None and nested != tied:
+        raise ValueError(
+            f"config.json contradicts itself: tie_word_embeddings={tied}"
+            f"{'' if 'tie_word_embeddings' in hf else ' by default'}, text_config.tie_word_embeddings={nested}."
+            " Hugging Face's vision-language class reads the first, its language model the second: make them"
+            " equal"
+        )
+    check_head(tied, frozenset({"lm_head.weight"}) if keys & set(HEADS) else keys)
+    return tied
+
+
+def _whole(value: float | None) -> float | int | None:
+    """As an integer where it is one: Megatron's arguments have no others for these."""
+    return int(value) if value is not None and float(value).is_integer() else value

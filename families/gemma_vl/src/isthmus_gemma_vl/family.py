@@ -1,0 +1,27 @@
+"""The registrations of Gemma: what the entry points `isthmus.families` name."""
+
+from isthmus.family import Family
+from isthmus_gemma_vl import gemma4
+from isthmus_gemma_vl.bridge import weights
+from isthmus_gemma_vl.config import megatron_config
+from isthmus_gemma_vl.layout import problems
+from isthmus_gemma_vl.tiny import TINY
+
+FAMILY = Family(
+    name="gemma_vl",
+    model_types=("gemma3_text", "gemma3"),
+    model_config=megatron_config,
+    weights=weights,
+    axes=frozenset({"tp", "sp", "pp", "vp", "cp", "dp"}),
+    config_class="isthmus_gemma_vl.model_config:Gemma3ModelConfig",
+    problems=problems,
+    tiny=TINY,
+)
+GEMMA4 = Family(
+    name="gemma4",
+    model_types=("gemma4", "gemma4_text"),
+    model_config=gemma4.refuse,
+    weights=gemma4.refuse,
+    axes=frozenset(),
+    config_class=FAMILY.config_class,
+)

@@ -1,0 +1,151 @@
+"""Tiny Gemma 3: the fields of the releases with fewer and smaller parts, in the same proportions."""
+
+from typing import Any
+
+from isthmus.tiny import Tiny, Variant
+from isthmus_gemma_vl.tensors import tensors
+
+# What the releases share. Not copies of released files: sizes are those of the model cards.
+COMMON: dict[str, Any] = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "attn_logit_softcapping": None,
+    "bos_token_id": 2,
+    "cache_implementation": "hybrid",
+    "eos_token_id": 1,
+    "final_logit_softcapping": None,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "initializer_range": 0.02,
+    "max_position_embeddings": 131072,
+    "model_type": "gemma3_text",
+    "pad_token_id": 0,
+    "query_pre_attn_scalar": 256,
+    "rms_norm_eps": 1e-06,
+    "rope_local_base_freq": 10000,
+    "rope_theta": 1000000,
+    "sliding_window": 1024,
+    "sliding_window_pattern": 6,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "vocab_size": 262144,
+}
+SMALL = COMMON | {
+    "max_position_embeddings": 32768,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "sliding_window": 512,
+}
+LARGE = COMMON | {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "vocab_size": 262208}
+# Spelling of transformers 4, as published.
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "270m": SMALL | {"hidden_size": 640, "intermediate_size": 2048, "num_hidden_layers": 18},
+    "1b": SMALL | {"hidden_size": 1152, "intermediate_size": 6912, "num_hidden_layers": 26},
+    "4b": LARGE
+    | {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "num_attention_heads": 8,
+        "num_hidden_layers": 34,
+        "num_key_value_heads": 4,
+    },
+    "12b": LARGE
+    | {
+        "hidden_size": 3840,
+        "intermediate_size": 15360,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 8,
+    },
+    "27b": LARGE
+    | {
+        "head_dim": 128,
+        "hidden_size": 5376,
+        "intermediate_size": 21504,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 62,
+        "num_key_value_heads": 16,
+        "query_pre_attn_scalar": 168,
+    },
+}
+
+# What shrinks. Kept: heads together wider than the hidden state, MQA or two query heads to a key head, both
+# ropes. Of four layers one is full; the window is shorter than the tests' sequences.
+SHRUNK = {
+    "head_dim": 32,
+    "hidden_size": 64,
+    "intermediate_size": 192,
+    "max_position_embeddings": 1024,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 4,
+    "sliding_window": 9,
+    "sliding_window_pattern": 4,
+    "vocab_size": 160,
+}
+
+
+def tiny_config(**overrides: Any) -> dict[str, Any]:
+    """A small config.json with one key/value head, like the 270M and 1B; `overrides` are fields of it."""
+    return SMALL | SHRUNK | {"query_pre_attn_scalar": 32} | overrides
+
+
+def tiny_gqa_config(**overrides: Any) -> dict[str, Any]:
+    """A small config.json of grouped queries, scaled rope and softmax scale, like the 27B."""
+    return LARGE | SHRUNK | {"num_key_value_heads": 2, "query_pre_attn_scalar": 42} | overrides
+
+
+def v5_spelling(config: dict[str, Any]) -> dict[str, Any]:
+    """A config.json as transformers 5 writes it: `dtype`, `rope_parameters`, `layer_types`."""
+    config = dict(config)
+    every, layers = config.pop("sliding_window_pattern"), config["num_hidden_layers"]
+    config["layer_types"] = [
+        "sliding_attention" if (i + 1) % every else "full_attention" for i in range(layers)
+    ]
+    scaling = config.pop("rope_scaling", {"rope_type": "default"})
+    config["rope_parameters"] = {
+        "full_attention": {"rope_theta": config.pop("rope_theta"), **scaling},
+        "sliding_attention": {"rope_theta": config.pop("rope_local_base_freq"), "rope_type": "default"},
+    }
+    config["dtype"] = config.pop("torch_dtype")
+    return dict(sorted(config.items()))
+
+
+VARIANTS = {
+    "default": Variant(
+        tiny_config(),
+        "one key/value head, with fewer and smaller parts than the 270M",
+        mtp=False,
+        head=False,
+        reloaded=True,
+    ),
+    "gqa": Variant(
+        tiny_gqa_config(),
+        "grouped queries, scaled rope and softmax scale, as in the 27B",
+        mtp=False,
+        head=False,
+        reloaded=True,
+    ),
+    "v5_config": Variant(
+        v5_spelling(tiny_gqa_config()), "config.json as transformers 5 writes it", mtp=False, head=False
+    ),
+    "with_head": Variant(tiny_config(), "the head is the embedding, repeated in the files", mtp=False),
+    "untied": Variant(
+        tiny_gqa_config(tie_word_embeddings=False), "a head of its own", mtp=False, reloaded=True
+    ),
+    "odd_vocab": Variant(
+        tiny_config(vocab_size=151),
+        "151 vocabulary rows, which no tensor-parallel size divides",
+        mtp=False,
+        head=False,
+    ),
+    "sharded": Variant(tiny_config(), "three safetensors files and an index", mtp=False, head=False, shards=3),
+}
+
+# Zero-centred norms around 0. Embeddings are multiplied by 8, the square root of the hidden size.
+VALUES = {
+    "*embed_tokens.weight": (0.0, 0.1),
+    "*norm.weight": (0.0, 0.2),
+}
+
+TINY = Tiny(VARIANTS, tensors, VALUES)
