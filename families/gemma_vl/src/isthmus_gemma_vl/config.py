@@ -48,6 +48,7 @@ def megatron_config(hf: HFConfig, keys: frozenset[str]) -> dict[str, Any]:
         "rotary_percent": 1.0,
         "seq_len_interpolation_factor": _whole(rotary.factor),
         "rope_local_base": rotary.sliding,
+        "pad": _pad(text),
         **_window(text, kinds),
         # Megatron's own way to scale embeddings and softmax; widths stay what they are. sqrt(base) / head_dim
         # is then query_pre_attn_scalar ** -0.5.
@@ -112,14 +113,25 @@ def _tied(hf: HFConfig, text: HFConfig, keys: frozenset[str]) -> bool:
     tied = hf["tie_word_embeddings"]
     nested = text.get("tie_word_embeddings")
     if nested is not None and nested != tied:
+        default = "" if "tie_word_embeddings" in hf else " by default"
         raise ValueError(
-            f"config.json contradicts itself: tie_word_embeddings={tied}"
-            f"{'' if 'tie_word_embeddings' in hf else ' by default'}, text_config.tie_word_embeddings={nested}."
-            " Hugging Face's vision-language class reads the first, its language model the second: make them"
-            " equal"
+            f"config.json contradicts itself: tie_word_embeddings={tied}{default}, and"
+            f" text_config.tie_word_embeddings={nested}. Hugging Face's vision-language class reads the first,"
+            " its language model the second: make them equal"
         )
     check_head(tied, frozenset({"lm_head.weight"}) if keys & set(HEADS) else keys)
     return tied
+
+
+def _pad(text: HFConfig) -> int:
+    """The token whose embedding Hugging Face does not train, -1 for none."""
+    pad = text.raw["pad_token_id"] if "pad_token_id" in text.raw else text["pad_token_id"]
+    text.read.add("pad_token_id")
+    if pad is not None and (type(pad) is not int or not -1 <= pad < text["vocab_size"]):
+        raise ValueError(
+            f"config.json: pad_token_id={pad!r}, expected a token below vocab_size={text['vocab_size']}"
+        )
+    return -1 if pad is None else pad
 
 
 def _whole(value: float | None) -> float | int | None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from isthmus.hosting.model_config import HostedModelConfig
-from isthmus_gemma_vl.spec import ROPE_LOCAL_BASE, layer_spec
+from isthmus_gemma_vl.spec import PAD, ROPE_LOCAL_BASE, layer_spec
 
 
 @dataclass(kw_only=True)
@@ -14,22 +14,25 @@ class Gemma3ModelConfig(HostedModelConfig):
 
     Attributes:
         rope_local_base: of the rope of sliding layers.
+        pad: the token whose embedding is not trained, -1 for none.
         part: of the checkpoint, "text" for the language model; "all", with a vision tower, cannot be built.
     """
 
     transformer_layer_spec: Any | Callable[..., Any] | None = layer_spec
     rope_local_base: float = ROPE_LOCAL_BASE
+    pad: int = PAD
     part: str = "text"
 
     @property
     def spec_argument(self) -> Callable[..., Any]:
         """The layer spec that stands for this config on Megatron's command line (`--spec`).
 
-        ValueError: sliding layers have another rope than every release has.
+        ValueError: sliding layers have another rope, or padding another token, than in every release.
         """
-        if self.rope_local_base != ROPE_LOCAL_BASE:
+        if (self.rope_local_base, self.pad) != (ROPE_LOCAL_BASE, PAD):
             raise ValueError(
-                f"Megatron's training script has no argument for rope_local_base={self.rope_local_base}, and"
-                f" the layer spec that it calls knows {ROPE_LOCAL_BASE} only"
+                "Megatron's training script has no arguments for"
+                f" rope_local_base={self.rope_local_base}, pad={self.pad}, and the layer spec that it calls"
+                f" knows {ROPE_LOCAL_BASE}, {PAD} only"
             )
         return layer_spec

@@ -15,9 +15,12 @@ from megatron.core.transformer.utils import is_layer_window_attention
 
 from isthmus.activations import FUNCTIONS
 from isthmus.hosting import spec
+from isthmus_gemma_vl.padding import FreezePadding
 from isthmus_gemma_vl.sandwich import Attention, FeedForward
 
-ROPE_LOCAL_BASE = 10_000.0  # of every release; Megatron's arguments have one base
+# Of every release; Megatron's arguments know neither.
+ROPE_LOCAL_BASE = 10_000.0
+PAD = 0
 
 
 @partial(spec.layer_spec, gated_activation=FUNCTIONS["gelu_pytorch_tanh"])
@@ -28,9 +31,13 @@ def layer_spec(
     vp_stage).
 
     `config.window_attn_skip_freq` says which layers slide. Of the first argument, `rope_local_base` is the
-    base of their rope.
+    base of their rope, and `pad` the token whose embedding is not trained, -1 for none.
     """
     config.mup_embedding_mult = embedding_scale(config)
+    config.cp_comm_type = config.cp_comm_type or "all_gather"  # Transformer Engine's default has no windows
+    hooks = getattr(model_config, "pre_wrap_hooks", [])  # Megatron's args have none
+    if not any(isinstance(hook, FreezePadding) for hook in hooks):
+        hooks.append(FreezePadding(getattr(model_config, "pad", PAD)))
     layers = spec.decoder_block(config, vp_stage, [None] * config.num_layers)
     base = getattr(model_config, "rope_local_base", ROPE_LOCAL_BASE)
     norm = spec.layer_backend(config).layer_norm(rms_norm=config.normalization == "RMSNorm", for_qk=False)

@@ -13,6 +13,7 @@ COMMON: dict[str, Any] = {
     "attn_logit_softcapping": None,
     "bos_token_id": 2,
     "cache_implementation": "hybrid",
+    "tie_word_embeddings": True,
     "eos_token_id": 1,
     "final_logit_softcapping": None,
     "head_dim": 256,
@@ -95,22 +96,6 @@ def tiny_gqa_config(**overrides: Any) -> dict[str, Any]:
     return LARGE | SHRUNK | {"num_key_value_heads": 2, "query_pre_attn_scalar": 42} | overrides
 
 
-def v5_spelling(config: dict[str, Any]) -> dict[str, Any]:
-    """A config.json as transformers 5 writes it: `dtype`, `rope_parameters`, `layer_types`."""
-    config = dict(config)
-    every, layers = config.pop("sliding_window_pattern"), config["num_hidden_layers"]
-    config["layer_types"] = [
-        "sliding_attention" if (i + 1) % every else "full_attention" for i in range(layers)
-    ]
-    scaling = config.pop("rope_scaling", {"rope_type": "default"})
-    config["rope_parameters"] = {
-        "full_attention": {"rope_theta": config.pop("rope_theta"), **scaling},
-        "sliding_attention": {"rope_theta": config.pop("rope_local_base_freq"), "rope_type": "default"},
-    }
-    config["dtype"] = config.pop("torch_dtype")
-    return dict(sorted(config.items()))
-
-
 VARIANTS = {
     "default": Variant(
         tiny_config(),
@@ -126,9 +111,6 @@ VARIANTS = {
         head=False,
         reloaded=True,
     ),
-    "v5_config": Variant(
-        v5_spelling(tiny_gqa_config()), "config.json as transformers 5 writes it", mtp=False, head=False
-    ),
     "with_head": Variant(tiny_config(), "the head is the embedding, repeated in the files", mtp=False),
     "untied": Variant(
         tiny_gqa_config(tie_word_embeddings=False), "a head of its own", mtp=False, reloaded=True
@@ -139,7 +121,6 @@ VARIANTS = {
         mtp=False,
         head=False,
     ),
-    "sharded": Variant(tiny_config(), "three safetensors files and an index", mtp=False, head=False, shards=3),
 }
 
 # Zero-centred norms around 0. Embeddings are multiplied by 8, the square root of the hidden size.

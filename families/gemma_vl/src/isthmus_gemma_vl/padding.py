@@ -1,0 +1,37 @@
+"""The padding token's embedding, which Hugging Face's Gemma 3 does not train: nn.Embedding's `padding_idx`.
+
+It counts as given where it is looked up; a head that is tied to it trains it all the same.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class FreezePadding:
+    """A pre-wrap hook of Megatron's model configs: looking up token `pad` gives no gradient."""
+
+    def __init__(self, pad: int) -> None:
+        self.pad = pad
+
+    def __call__(self, chunks: list[nn.Module]) -> list[nn.Module]:
+        for chunk in chunks:
+            embedding = getattr(chunk, "embedding", None)
+            if embedding is not None:
+                embedding.word_embeddings.register_forward_hook(_Detach(self.pad))
+        return chunks
+
+
+class _Detach:
+    """Forward hook of a VocabParallelEmbedding: ids (b, s) -> (b, s, h), under SP the rank's (s, b, h)."""
+
+    def __init__(self, pad: int) -> None:
+        self.pad = pad
+
+    def __call__(self, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        words: Any = module
+        padding = args[0] == self.pad
+        if words.reduce_scatter_embeddings:
+            padding = padding.T.chunk(words.tp_group.size())[words.tp_group.rank()]
+        return torch.where(padding[..., None], output.detach(), output)
