@@ -55,6 +55,9 @@ def ropes(hf: HFConfig) -> Ropes:
     for kind, found in values.items():
         if "rope_theta" not in found:
             found["rope_theta"] = hf.default("rope_parameters")[kind]["rope_theta"]
+        if found["rope_theta"] is None:
+            name = "rope_theta" if kind == FULL else "rope_local_base_freq"
+            raise LookupError(f"config.json: {name} is null; add the value used in training")
     sliding, full = values[SLIDING], values[FULL]
     _check(SLIDING, sliding, ("default",))
     _check(FULL, full, ("default", "linear"))

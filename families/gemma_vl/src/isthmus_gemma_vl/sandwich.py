@@ -9,6 +9,7 @@ from typing import Any
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, sharded_state_dict_default
 from torch import Tensor
 
 
@@ -60,6 +61,17 @@ class FeedForward(MLP):
         """(s, b, h) -> the same, normed, and no bias."""
         output, bias = super().forward(*args, **kwargs)
         return self.post_layernorm(output), bias
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict[str, Any]:
+        """Megatron's own, with tensor-parallel ranks told apart in the norm too, of which each has a copy."""
+        states = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        metadata = ensure_metadata_has_dp_cp_group(metadata)
+        below = f"{prefix}post_layernorm."
+        return states | sharded_state_dict_default(
+            self.post_layernorm, below, sharded_offsets, metadata, self.tp_group
+        )
 
 
 def _norm(norm: Any, config: Any) -> Any:
