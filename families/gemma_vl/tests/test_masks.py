@@ -1,5 +1,6 @@
 """Which key each query sees, layer by layer, is what transformers' masks say, element by element."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,6 @@ import torch
 from isthmus.bridge import AutoBridge
 from isthmus.layout import Layout
 from isthmus.testing import ranks
-from isthmus.testing.tiny import write_tiny
-from isthmus_gemma_vl.family import FAMILY
 
 
 def hugging_faces(folder: Path, lengths: list[int]) -> dict[str, torch.Tensor]:
@@ -56,7 +55,6 @@ def compared(folder: Path, lengths: list[int]) -> list[tuple[str, bool, int]]:
 
 
 @pytest.mark.parametrize("lengths", [[24], [5, 14, 11]], ids=["one", "packed"])
-def test_windows_are_those_of_transformers(tmp_path: Path, lengths: list[int]) -> None:
-    write_tiny(FAMILY, tmp_path / "hf", "default")
-    found = ranks.run(1, compared, tmp_path / "hf", lengths, timeout=120)[0]
+def test_windows_are_those_of_transformers(checkpoints: Callable[[str], Path], lengths: list[int]) -> None:
+    found = ranks.run(1, compared, checkpoints("default"), lengths)[0]
     assert found == [("sliding_attention", True, 9)] * 3 + [("full_attention", True, lengths[-1])]

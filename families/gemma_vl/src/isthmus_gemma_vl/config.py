@@ -83,8 +83,10 @@ def _window(text: HFConfig, kinds: list[str]) -> dict[str, Any]:
     """A sliding layer sees `sliding_window` tokens, itself among them; Megatron counts those before it."""
     if SLIDING not in kinds:
         return {"window_size": None, "window_attn_skip_freq": None}
+    if (window := text["sliding_window"]) is None:
+        raise LookupError("config.json: sliding_window is null, and there are sliding layers; add its tokens")
     return {
-        "window_size": (text["sliding_window"] - 1, 0),
+        "window_size": (window - 1, 0),
         "window_attn_skip_freq": [int(kind == SLIDING) for kind in kinds],
     }
 
@@ -116,8 +118,8 @@ def _tied(hf: HFConfig, text: HFConfig, keys: frozenset[str]) -> bool:
         default = "" if "tie_word_embeddings" in hf else " by default"
         raise ValueError(
             f"config.json contradicts itself: tie_word_embeddings={tied}{default}, and"
-            f" text_config.tie_word_embeddings={nested}. Hugging Face's vision-language class reads the first,"
-            " its language model the second: make them equal"
+            f" text_config.tie_word_embeddings={nested}. Hugging Face's vision-language class reads the"
+            " first, its language model the second: make them equal"
         )
     check_head(tied, frozenset({"lm_head.weight"}) if keys & set(HEADS) else keys)
     return tied

@@ -1,0 +1,149 @@
+"""The language model of a vision-language checkpoint that transformers wrote, under every prefix there is."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from isthmus import cli
+from isthmus.bridge import AutoBridge
+from isthmus.layout import Layout
+from isthmus.testing import ranks
+from isthmus.testing.verify import Request, verify
+from isthmus_gemma_vl.tiny import tiny_gqa_config
+
+VISION = {
+    "model_type": "siglip_vision_model",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 24,
+    "patch_size": 4,
+    "vision_use_head": False,
+}
+# What transformers 5 writes, what is published, and what transformers 4.52 to 4.57 wrote.
+PREFIXES = {
+    "transformers_5": {},
+    "published": {"vision_tower.": "vision_tower.vision_model."},
+    "model_first": {
+        "language_model.model.": "model.language_model.",
+        "vision_tower.": "model.vision_tower.",
+        "multi_modal_projector.": "model.multi_modal_projector.",
+    },
+}
+HEADS = ("lm_head.weight", "language_model.lm_head.weight")
+
+
+def write(folder: Path, prefix: str = "transformers_5", head: str | None = None, **fields: Any) -> Path:
+    """A tiny `gemma3` checkpoint of random bf16 weights, as transformers saves it, with names replaced.
+
+    Args:
+        head: name of a copy of the tied embedding.
+        fields: of the vision tower's config.
+    """
+    import transformers
+
+    text = {key: value for key, value in tiny_gqa_config(vocab_size=162).items() if key != "architectures"}
+    config = transformers.Gemma3Config(
+        text_config=text,  # pyright: ignore[reportArgumentType]
+        vision_config=VISION | fields,  # pyright: ignore[reportArgumentType]
+        mm_tokens_per_image=9,
+        image_token_index=161,
+        boi_token_index=158,
+        eoi_token_index=159,
+    )
+    torch.manual_seed(0)
+    model = transformers.Gemma3ForConditionalGeneration(config).bfloat16()
+    model.save_pretrained(folder)
+    tensors = read(folder)
+    for written, wanted in PREFIXES[prefix].items():
+        assert any(name.startswith(written) for name in tensors), f"no tensor begins with {written}"
+        tensors = {
+            wanted + name.removeprefix(written) if name.startswith(written) else name: tensor
+            for name, tensor in tensors.items()
+        }
+    if head is not None:
+        (embedding,) = (tensor for name, tensor in tensors.items() if name.endswith("embed_tokens.weight"))
+        tensors[head] = embedding.clone()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def read(folder: Path) -> dict[str, torch.Tensor]:
+    tensors = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as opened:
+            tensors |= {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
+    return tensors
+
+
+def export(folders: dict[Path, Path], layout: Layout) -> None:
+    layout.initialize()
+    for folder, target in folders.items():
+        bridge = AutoBridge.from_hf_pretrained(folder, part="text")
+        model = bridge.build_model(bridge.get_model_config(**layout.config_overrides()))
+        bridge.load_hf_weights(model)
+        bridge.save_hf_pretrained(model, target)
+
+
+def prove(folder: Path, layout: Layout) -> dict[str, Any]:
+    layout.initialize()
+    return verify(AutoBridge.from_hf_pretrained(folder, part="text"), layout, Request(grads=True))
+
+
+def test_exports_are_the_source_bit_for_bit_under_its_own_names(tmp_path: Path) -> None:
+    folders = {write(tmp_path / prefix, prefix): tmp_path / f"{prefix}-out" for prefix in PREFIXES}
+    for head in HEADS:
+        folders[write(tmp_path / head, "published", head)] = tmp_path / f"{head}-out"
+    folders[write(tmp_path / "head", vision_use_head=True)] = tmp_path / "head-out"
+    ranks.run(2, export, folders, Layout(tp=2).resolved())
+    for source, target in folders.items():
+        before, after = read(source), read(target)
+        assert before.keys() == after.keys()
+        for name, tensor in before.items():
+            assert torch.equal(tensor.view(torch.uint8), after[name].view(torch.uint8)), name
+        assert (source / "config.json").read_bytes() == (target / "config.json").read_bytes()
+
+
+def test_transformers_loads_every_export_strictly(tmp_path: Path) -> None:
+    import transformers
+
+    folders = {write(tmp_path / prefix, prefix): tmp_path / f"{prefix}-out" for prefix in PREFIXES}
+    ranks.run(1, export, folders, Layout().resolved())
+    for target in folders.values():
+        loaded: Any = transformers.Gemma3ForConditionalGeneration.from_pretrained(
+            target, output_loading_info=True
+        )
+        assert not any(loaded[1].values()), loaded[1]
+
+
+def test_outputs_and_gradients_are_those_of_hugging_faces_language_model(tmp_path: Path) -> None:
+    document = ranks.run(2, prove, write(tmp_path / "hf", "published"), Layout(tp=2).resolved())[0]
+    assert document["failures"] == []
+    passed = document["coverage"]["passed_through"]
+    assert {name.split(".")[0] for name in passed} == {"vision_tower", "multi_modal_projector"}
+
+
+def test_a_vision_tower_is_left_out_by_choice_only(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write(tmp_path / "hf")
+    assert cli.main(["import", str(source), str(tmp_path / "megatron")]) == 2
+    assert "part='text'" in capsys.readouterr().err
+    assert not (tmp_path / "megatron").exists()
+
+
+@pytest.mark.parametrize(("top", "nested"), [(True, False), (False, True), (None, False)])
+def test_ties_that_contradict_each_other_are_refused(tmp_path: Path, top: bool | None, nested: bool) -> None:
+    source = write(tmp_path / "hf")
+    raw = json.loads((source / "config.json").read_text())
+    raw["tie_word_embeddings"] = top
+    raw["text_config"]["tie_word_embeddings"] = nested
+    (source / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(ValueError, match="contradicts itself: tie_word_embeddings="):
+        AutoBridge.from_hf_pretrained(source, part="text").megatron_fields  # noqa: B018
