@@ -1,4 +1,4 @@
-"""The registrations of Gemma: what the entry points `isthmus.families` name."""
+"""The registration of Gemma: what the entry points `isthmus.families` name."""
 
 from isthmus.family import Family
 from isthmus_gemma_vl import gemma4
@@ -10,18 +10,11 @@ from isthmus_gemma_vl.tiny import TINY
 FAMILY = Family(
     name="gemma_vl",
     model_types=("gemma3_text", "gemma3"),
+    refused=dict.fromkeys(("gemma4", "gemma4_text"), gemma4.REASON),
     model_config=megatron_config,
     weights=weights,
     axes=frozenset({"tp", "sp", "pp", "vp", "cp", "dp"}),
     config_class="isthmus_gemma_vl.model_config:Gemma3ModelConfig",
     problems=problems,
     tiny=TINY,
-)
-GEMMA4 = Family(
-    name="gemma4",
-    model_types=("gemma4", "gemma4_text"),
-    model_config=gemma4.refuse,
-    weights=gemma4.refuse,
-    axes=frozenset(),
-    config_class=FAMILY.config_class,
 )

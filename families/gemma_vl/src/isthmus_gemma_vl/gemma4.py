@@ -1,9 +1,5 @@
 """Gemma 4: known, so that what it is can be said, and refused."""
 
-from typing import Any, NoReturn
-
-from isthmus.config import HFConfig
-
 LACKING = (
     "embeddings of every layer's own (hidden_size_per_layer_input)",
     "heads of another size in its full-attention layers (global_head_dim), with keys that are values",
@@ -11,11 +7,8 @@ LACKING = (
     "experts beside a dense MLP in one layer (enable_moe_block)",
 )
 
-
-def refuse(hf: HFConfig, keys: frozenset[str], model: Any = None) -> NoReturn:
-    """ValueError: neither Megatron-core nor this package has such a model yet."""
-    lines = "".join(f"\n  {what}" for what in LACKING)
-    raise ValueError(
-        f"Gemma 4 cannot be converted yet: it has{lines}\n"
-        "Gemma 3 is supported. `isthmus inspect` says what the files of a Gemma 4 hold"
-    )
+REASON = (
+    "Gemma 4 cannot be converted yet: it has"
+    + "".join(f"\n  {what}" for what in LACKING)
+    + "\nGemma 3 is supported. `isthmus inspect` says what the files of a Gemma 4 hold"
+)

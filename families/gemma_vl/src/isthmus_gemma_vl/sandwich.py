@@ -26,14 +26,16 @@ class Attention(SelfAttention):
         self.post_layernorm = _norm(norm, self.config)
         self.rotary: Any = None
         if rotary_base is not None:
+            channels: Any = self.config.kv_channels  # the config fills it in
+            base: Any = rotary_base  # a float is one too
             self.rotary = RotaryEmbedding(
-                self.config.kv_channels,
+                channels,
                 rotary_percent=1.0,
-                rotary_base=rotary_base,  # pyright: ignore[reportArgumentType]
+                rotary_base=base,
                 cp_group=self.pg_collection.cp,
             )
 
-    def forward(self, hidden_states: Tensor, attention_mask: Tensor | None, **kwargs: Any) -> Any:
+    def forward(self, hidden_states: Tensor, attention_mask: Any, **kwargs: Any) -> Any:
         """(s, b, h) -> the same, normed, and no bias; `rotary_pos_emb` is the model's."""
         if self.rotary is not None:
             kwargs["rotary_pos_emb"] = self._own(kwargs["rotary_pos_emb"], kwargs.get("packed_seq_params"))
@@ -68,9 +70,9 @@ class FeedForward(MLP):
         """Megatron's own, with tensor-parallel ranks told apart in the norm too, of which each has a copy."""
         states = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         metadata = ensure_metadata_has_dp_cp_group(metadata)
-        below = f"{prefix}post_layernorm."
+        tp_group: Any = self.tp_group
         return states | sharded_state_dict_default(
-            self.post_layernorm, below, sharded_offsets, metadata, self.tp_group
+            self.post_layernorm, f"{prefix}post_layernorm.", sharded_offsets, metadata, tp_group
         )
 
 

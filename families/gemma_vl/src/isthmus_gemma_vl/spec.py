@@ -38,14 +38,15 @@ def layer_spec(
     hooks = getattr(model_config, "pre_wrap_hooks", [])  # Megatron's args have none
     if not any(isinstance(hook, FreezePadding) for hook in hooks):
         hooks.append(FreezePadding(getattr(model_config, "pad", PAD)))
-    layers = spec.decoder_block(config, vp_stage, [None] * config.num_layers)
+    block = spec.decoder_block(config, vp_stage, [None] * config.num_layers)
+    layers: Any = block.layer_specs
     base = getattr(model_config, "rope_local_base", ROPE_LOCAL_BASE)
     norm = spec.layer_backend(config).layer_norm(rms_norm=config.normalization == "RMSNorm", for_qk=False)
     return replace(
-        layers,
+        block,
         layer_specs=[
             _sandwich(layer, norm, base if _slides(config, i) else None)
-            for i, layer in zip(spec.stage_layers(config, vp_stage), layers.layer_specs, strict=True)
+            for i, layer in zip(spec.stage_layers(config, vp_stage), layers, strict=True)
         ],
     )
 
