@@ -53,7 +53,7 @@ def layer_spec(
 
 def embedding_scale(config: TransformerConfig) -> float:
     """The square root of the hidden size in the embedding's dtype: in bfloat16, 25.25 for 25.298."""
-    return torch.tensor(config.hidden_size**0.5).to(config.params_dtype).item()
+    return torch.tensor(config.hidden_size**0.5, device="cpu").to(config.params_dtype).item()
 
 
 def _slides(config: TransformerConfig, layer: int) -> bool:

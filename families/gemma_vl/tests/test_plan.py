@@ -1,0 +1,36 @@
+"""`isthmus plan` works for every published size from its config.json alone."""
+
+import json
+from math import prod
+from pathlib import Path
+
+import pytest
+
+from isthmus import cli
+from isthmus.config import HFConfig
+from isthmus.tiny import transformers_tensors
+from isthmus_gemma_vl.tiny import PUBLISHED
+
+
+@pytest.mark.parametrize(
+    ("size", "layout"),
+    [("270m", ["--tp", "4"]), ("27b", ["--tp", "8", "--pp", "2", "--cp", "2"])],
+    ids=["more ranks than key/value heads", "27b"],
+)
+def test_ranks_hold_what_transformers_model_has(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], size: str, layout: list[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[size]))
+    assert cli.main(["plan", str(tmp_path / "config.json"), *layout, "--json", "-"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    shapes = transformers_tensors(HFConfig(PUBLISHED[size]), mtp=False)
+    del shapes["lm_head.weight"]  # the embedding
+    assert document["problems"] == []
+    assert document["parameters"] == sum(map(prod, shapes.values()))
+
+
+def test_three_ranks_cannot_share_four_heads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["270m"]))
+    assert cli.main(["plan", str(tmp_path / "config.json"), "--tp", "3"]) == 1
+    captured = capsys.readouterr()
+    assert "cannot divide 4 attention heads" in captured.out + captured.err
