@@ -18,7 +18,7 @@ from isthmus.weights import (
     swiglu,
 )
 from isthmus_deepseek.config import MTP_COUNTS, mtp_layers
-from isthmus_deepseek.heads import latent_attention, sparse_attention
+from isthmus_deepseek.heads import is_hosted, latent_attention, sparse_attention
 
 
 def weights(hf: HFConfig, keys: frozenset[str], model: Any) -> WeightMap:
@@ -26,8 +26,8 @@ def weights(hf: HFConfig, keys: frozenset[str], model: Any) -> WeightMap:
     layers, dense = range(hf["num_hidden_layers"]), min(hf["first_k_dense_replace"], hf["num_hidden_layers"])
     decoder, layer = "decoder.layers.{i}", "model.layers.{i}"
     attention = scope("self_attention", "self_attn", _attention(hf))
-    indexed = hf.model_type == "deepseek_v32"
-    if indexed or getattr(model, "attention", "megatron") == "hosted":
+    if is_hosted(model):
+        indexed = hf.model_type == "deepseek_v32"
         split = sparse_attention(model) if indexed else latent_attention(model)
         attention = hosted("self_attention.self_attn", "self_attn", split=split, model=model)
     stacked = any(key.endswith(".mlp.experts.gate_up_proj") for key in keys)
@@ -75,8 +75,21 @@ def _attention(hf: HFConfig) -> list[Rule]:
         same("linear_kv_down_proj.weight", "kv_a_proj_with_mqa.weight"),
         same("kv_layernorm.weight", "kv_a_layernorm.weight"),
         column("linear_kv_up_proj.weight", "kv_b_proj.weight"),
+        *(_indexer() if hf.model_type == "deepseek_v32" else []),
         row("linear_proj.weight", "o_proj.weight"),
     ]
+
+
+def _indexer() -> list[Rule]:
+    """Megatron's own indexer, whole on every rank."""
+    linears = [
+        same(f"core_attention.indexer.linear_{name}.weight", f"indexer.{name}.weight")
+        for name in ("wq_b", "wk", "weights_proj")
+    ]
+    norm = [
+        same(f"core_attention.indexer.k_norm.{part}", f"indexer.k_norm.{part}") for part in ("weight", "bias")
+    ]
+    return [*linears, *norm]
 
 
 def _moe(hf: HFConfig, stacked: bool) -> list[Rule]:

@@ -19,6 +19,8 @@ INERT = frozenset(
 # The released spelling of the number of prediction layers, and transformers' own.
 MTP_COUNTS = ("num_nextn_predict_layers", "num_mtp_layers")
 
+INDEXER_NORM_EPS = 1e-6  # in Hugging Face's module, whatever `rms_norm_eps` is
+
 # Which transformers takes to be null, too, where the file has null.
 NEEDED = (
     *("first_k_dense_replace", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
@@ -135,7 +137,10 @@ def _groups(hf: HFConfig, *, limited: bool) -> dict[str, int]:
 
 
 def _indexer(hf: HFConfig, layers: int, dense: int) -> dict[str, Any]:
-    """V3.2's choice of keys, in the fields of Megatron's own sparse attention, which is not the one built."""
+    """V3.2's choice of keys, in the fields of Megatron's sparse attention, as Hugging Face's module has it.
+
+    That does without the rotation (Hadamard) which the release applies to both sides of a product.
+    """
     listed = {
         "layer_types": ["indexed_attention"] * layers,
         "mlp_layer_types": ["dense"] * min(dense, layers) + ["sparse"] * (layers - dense),
@@ -151,10 +156,11 @@ def _indexer(hf: HFConfig, layers: int, dense: int) -> dict[str, Any]:
     if hf["q_lora_rank"] is None:
         raise ValueError("config.json: q_lora_rank is null, and the indexer takes the latent of queries")
     return {
-        "attention": "hosted",
         "dsa_indexer_topk": hf["index_topk"],
         "dsa_indexer_head_dim": hf["index_head_dim"],
         "dsa_indexer_n_heads": hf["index_n_heads"],
+        "dsa_indexer_rotate_activation": False,
+        "dsa_indexer_k_norm_epsilon": INDEXER_NORM_EPS,
     }
 
 

@@ -11,6 +11,16 @@ from isthmus.weights import COLUMNS, ROWS, SHARED, Heads
 INDEXER = ("wq_b.weight", "wk.weight", "k_norm.weight", "k_norm.bias", "weights_proj.weight")
 
 
+def usual_attention(config: Any) -> str:
+    """Whose attention a model has where nothing is chosen: DeepSeek-V3.2's is Hugging Face's own."""
+    return "megatron" if getattr(config, "dsa_indexer_topk", None) is None else "hosted"
+
+
+def is_hosted(config: Any) -> bool:
+    """Whether the attention is Hugging Face's; `config` may have `attention`, which chooses."""
+    return (getattr(config, "attention", None) or usual_attention(config)) == "hosted"
+
+
 def latent_attention(config: Any) -> Heads:
     """HF's latent attention: what makes the latents is shared by all heads."""
     queries = (

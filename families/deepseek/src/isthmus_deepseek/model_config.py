@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from isthmus.hosting.model_config import HostedModelConfig
+from isthmus_deepseek.heads import usual_attention
 from isthmus_deepseek.spec import hosted_layer_spec, layer_spec
 
 
@@ -13,12 +14,12 @@ class DeepseekModelConfig(HostedModelConfig):
     """A GPTModelConfig whose layers are :func:`isthmus_deepseek.spec.layer_spec`.
 
     Attributes:
-        attention: of the decoder's layers, "megatron" or "hosted" (V3.2's must be); the MTP layer's is
-            Megatron's.
+        attention: of the decoder's layers, "megatron" or "hosted"; the MTP layer's is Megatron's. None
+            becomes "hosted" in V3.2, "megatron" in others.
     """
 
     transformer_layer_spec: Any | Callable[..., Any] | None = layer_spec
-    attention: str = "megatron"
+    attention: str | None = None
 
     @property
     def spec_argument(self) -> Callable[..., Any]:
@@ -27,5 +28,7 @@ class DeepseekModelConfig(HostedModelConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.attention is None:
+            self.attention = usual_attention(self.transformer)
         # The layers differ, so a checkpoint names each by its number instead of stacking them.
         self.transformer.hetereogenous_dist_checkpoint = True

@@ -17,7 +17,10 @@ from isthmus.hosting import spec
 from isthmus_deepseek.attention import HostedAttention, HostedSparseAttention
 from isthmus_deepseek.groups import differs
 from isthmus_deepseek.latent import LATENT_NORM_EPS
+from isthmus_deepseek.latent_norm import LatentNorm
+from isthmus_deepseek.layout import SPARSE_CP
 from isthmus_deepseek.router import GroupLimitedRouter
+from isthmus_deepseek.sparse import sparse_attention
 
 ATTENTIONS = ("megatron", "hosted")
 
@@ -54,11 +57,6 @@ def _block(
     if attention not in ATTENTIONS:
         raise ValueError(f"attention must be one of {ATTENTIONS}, got {attention!r}")
     _check(config, attention)
-    if config.dsa_indexer_topk is not None and attention != "hosted":
-        raise ValueError(
-            "DeepSeek-V3.2's attention is hosted, Hugging Face's own: use attention='hosted', on Megatron's"
-            " command line --spec isthmus_deepseek.spec hosted_layer_spec"
-        )
     mixer = _attention(config)
     if attention == "hosted":
         params = {"rotary_base": config.rotary_base, **spec.hosting(model_config)}
@@ -83,18 +81,10 @@ class LatentAttention(MLASelfAttention):
         return {name: getattr(submodules, name) for name in names}
 
 
-class LatentNorm:
-    """Builds `norm` with the epsilon of HF's latent norms, whatever the model's is.
-
-    A class because Megatron's specs hold classes; what it builds is an instance of `norm`.
-    """
-
-    def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float, *, norm: Any) -> Any:
-        return norm(config=config, hidden_size=hidden_size, eps=LATENT_NORM_EPS)
-
-
 def _attention(config: Any) -> ModuleSpec | None:
     """The latent attention; None where Megatron's own is HF's."""
+    if config.dsa_indexer_topk is not None:
+        return sparse_attention(config)
     if config.q_lora_rank is not None and config.layernorm_epsilon == LATENT_NORM_EPS:
         return None
     backend: Any = spec.layer_backend(config)  # its `linear` is not in the base class
@@ -132,6 +122,8 @@ def _check(config: TransformerConfig, attention: str) -> None:
             f"transformer_impl={config.transformer_impl!r} has no latent attention that trains right: use"
             " 'transformer_engine', on a CPU with isthmus.cpu"
         )
+    if attention == "megatron" and config.dsa_indexer_topk is not None and config.context_parallel_size > 1:
+        raise ValueError(f"context_parallel_size={config.context_parallel_size}: {SPARSE_CP}")
     native = attention == "megatron" or config.mtp_num_layers  # the MTP layer's attention is Megatron's
     if native and config.tensor_model_parallel_size > 1 and not config.sequence_parallel:
         raise ValueError(
