@@ -171,7 +171,7 @@ def train(folder: Path, layout: Layout, out: Path, freeze: list[str]) -> dict[st
 @pytest.mark.parametrize(
     ("freeze", "changed"),
     [(["vision"], {"projector", "language"}), (["vision", "projector"], {"language"}), ([], {*PARTS})],
-    ids=str,
+    ids=["vision", "vision-and-projector", "nothing"],
 )
 def test_frozen_parts_are_exported_as_they_were_and_the_others_trained(
     checkpoints: Callable[[str], Path], tmp_path: Path, freeze: list[str], changed: set[str]
