@@ -10,6 +10,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from isthmus.bridge import AutoBridge
+from isthmus.cli import main
 from isthmus.hosting.torch_functions import import_modeling
 from isthmus.layout import Layout
 from isthmus.testing import ranks, reference
@@ -103,6 +104,21 @@ def test_an_import_remembers_the_part_and_its_export_has_the_rest(tmp_path: Path
     assert before.keys() == after.keys()
     for name, tensor in before.items():
         assert torch.equal(tensor.view(torch.uint8), after[name].view(torch.uint8)), name
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ([], "Megatron's own builds no vision tower"),
+        (["--set", "part=text"], "start Megatron's training script with"),
+    ],
+)
+def test_an_import_says_what_can_train_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], expected: str
+) -> None:
+    source = write(tmp_path / "hf", "qwen3_5")
+    assert main(["import", str(source), str(tmp_path / "megatron"), *options]) == 0
+    assert expected in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize(

@@ -38,15 +38,13 @@ def run(args: argparse.Namespace) -> int:
             layout, on_rank, layout, source, args.megatron_dir, args.dtype, fields, args.overwrite
         )
     report = ranks[0]["report"]
-    target = shlex.quote(str(args.megatron_dir))
     output.console(args).print(
         f"{ranks[0]['model_type']}: {report.hf_tensors} tensors loaded"
         f" on {output.counted(layout.world_size, 'rank')},"
         f" {len(report.passed_through)} left to an export to copy, {len(report.dropped)} dropped"
         + "".join(f", {name} is {source}" for name, source in report.shared.items())
         + "\n"
-        f"start Megatron's training script with: $(cat {target}/megatron_args.txt) --load {target}"
-        "\n(in bash after `set -f`, which keeps lists in brackets as they are)"
+        + _next_step(shlex.quote(str(args.megatron_dir)), ranks[0]["has_tower"])
     )
     document = {
         "model_type": ranks[0]["model_type"],
@@ -66,6 +64,19 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _next_step(target: str, has_tower: bool) -> str:
+    """What a user does with the folder `target`."""
+    if has_tower:
+        return (
+            "train it from a script of yours that builds it with AutoBridge.build_model (docs/vision.md);"
+            " Megatron's own builds no vision tower, and takes an import with --set part=text"
+        )
+    return (
+        f"start Megatron's training script with: $(cat {target}/megatron_args.txt) --load {target}"
+        "\n(in bash after `set -f`, which keeps lists in brackets as they are)"
+    )
+
+
 def on_rank(
     layout: "Layout",
     hf_dir: Path,
@@ -76,6 +87,8 @@ def on_rank(
 ) -> dict[str, Any]:
     """One rank's part of the import."""
     from isthmus.bridge import AutoBridge
+    from isthmus.hosting.vision_model import VisionLanguageModel
+    from isthmus.names import unwrapped
 
     watch = model.Stopwatch(model.BUILD)
     bridge = AutoBridge.from_hf_pretrained(hf_dir)
@@ -88,6 +101,7 @@ def on_rank(
         report = bridge.import_ckpt(megatron_dir, chunks, overwrite=overwrite, advance=advance)
     return {
         "model_type": bridge.hf_config.model_type,
+        "has_tower": any(isinstance(unwrapped(chunk), VisionLanguageModel) for chunk in chunks),
         "report": report,
         "peak_rss_mb": model.peak_rss_mb(),
         "seconds": watch.seconds,
