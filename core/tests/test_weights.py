@@ -18,6 +18,7 @@ from isthmus.weights import (
     Parts,
     Rule,
     WeightMap,
+    atomic,
     collapse,
     column,
     fuse,
@@ -279,6 +280,42 @@ def test_indices_are_filled_in_on_both_sides() -> None:
     }
     with pytest.raises(LookupError, match=r"no values are given for \['i'\]"):
         WeightMap([same("layers.{i}.norm", "model.{i}.norm")])
+
+
+def test_a_group_is_what_one_rule_holds_and_what_is_declared() -> None:
+    experts = [
+        fuse("{e}.fc1", {"{e}.gate": "gate", "{e}.up": "up"}, "gate up", gate=2, up=2),
+        row("{e}.fc2", "down[{e}]"),
+    ]
+    latents = [same("q_down", "q_a"), same("norm", "norm"), same("kv_down", "kv_a")]
+    weights = WeightMap(
+        [
+            *scope("mlp", "mlp", experts, e=range(2)),
+            *scope("layers.{i}", "model.{i}.attn", latents, i=range(2)),
+            atomic("attn.kv_a", "attn.q_a"),
+        ]
+    )
+    groups: dict[str, set[str]] = {}
+    for name in weights.hf:
+        groups.setdefault(weights.group(name), set()).add(name)
+    assert [*groups.values()] == [
+        {"mlp.0.gate", "mlp.0.up"},
+        {"mlp.1.gate", "mlp.1.up"},
+        {"mlp.down"},
+        {"model.0.attn.q_a", "model.0.attn.kv_a"},
+        {"model.1.attn.q_a", "model.1.attn.kv_a"},
+        {"model.0.attn.norm"},
+        {"model.1.attn.norm"},
+    ]
+
+
+def test_a_declared_group_is_whole_and_in_no_other() -> None:
+    rules = scope("layers.{i}", "model.{i}", [same(name, name) for name in "abc"], i=range(3))
+    with pytest.raises(LookupError, match=r"no rule has them: model\.\{0\.\.2\}\.d;"):
+        WeightMap([*rules, atomic("a", "d")])
+    with pytest.raises(LookupError, match=r"two atomic groups have model\.0\.b"):
+        WeightMap([*rules, atomic("a", "b"), atomic("b", "c")])
+    assert WeightMap([*rules, atomic("d", "e")]).group("model.1.a") == "model.1.a"
 
 
 def test_every_tensor_of_a_checkpoint_has_a_fate() -> None:

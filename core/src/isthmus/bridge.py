@@ -8,7 +8,9 @@ bridge.save_hf_pretrained(model, "out")
 """
 
 import copy
+import itertools
 import json
+import operator
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -247,17 +249,43 @@ class AutoBridge:
         may be a view of the model's own memory (on a CPU it often is): clone what is written to, or kept
         while the model trains on.
         """
+        for _, name, tensor in self._stream(model, dtype, cpu, ranks):
+            yield name, tensor
+
+    def export_hf_groups(
+        self,
+        model: Model,
+        *,
+        dtype: torch.dtype | str = "auto",
+        cpu: bool = True,
+        ranks: str = "all",
+    ) -> Iterator[list[tuple[str, torch.Tensor]]]:
+        """Yield `export_hf_weights` in lists that must reach an engine in one bucket. Collective.
+
+        A list holds the tensors that engines fuse: those of one Megatron tensor, codes and scales of each,
+        and what the family declares (`isthmus.weights.atomic`). With `ranks` "owner", one rank owns a list.
+        """
+        stream = self._stream(model, dtype, cpu, ranks)
+        for _, group in itertools.groupby(stream, key=operator.itemgetter(0)):
+            yield [(name, tensor) for _, name, tensor in group]
+
+    def _stream(
+        self, model: Model, dtype: torch.dtype | str, cpu: bool, ranks: str
+    ) -> Iterator[tuple[str, str, torch.Tensor]]:
+        """(what stands for the atomic group, HF name, tensor) of `export_hf_weights`."""
         from isthmus.checkpoint.export import stream
 
         if ranks not in ("all", "owner"):
             raise ValueError(f"ranks must be 'all' or 'owner', got {ranks!r}")
-        requantiser = self._requantiser(dtype)
-        for name, tensor in stream(self._plan(self._checked(model), dtype), everywhere=ranks == "all"):
+        chunks = self._checked(model)
+        weights, requantiser = self.weight_map(model_config_of(chunks)), self._requantiser(dtype)
+        for name, tensor in stream(self._plan(chunks, dtype), everywhere=ranks == "all"):
+            group = weights.group(name)
             if requantiser is None or name not in requantiser:
-                yield name, tensor.cpu() if cpu else tensor
+                yield group, name, tensor.cpu() if cpu else tensor
             else:
                 for stored, part in requantiser.whole(name, tensor):
-                    yield stored, part if cpu else part.to(tensor.device)
+                    yield group, stored, part if cpu else part.to(tensor.device)
 
     @collector_paused()
     def save_hf_pretrained(

@@ -29,7 +29,7 @@ from isthmus.checkpoint.gather import (
 from isthmus.checkpoint.place import Place
 from isthmus.checkpoint.writer import OutputTensor
 from isthmus.names import LiveTensor
-from isthmus.weights import HFTensor, Rule, WeightMap, collapse
+from isthmus.weights import Bound, HFTensor, Rule, WeightMap, collapse
 
 
 class Piece(NamedTuple):
@@ -147,19 +147,23 @@ def plan(
     if order is not None:
         exported.sort(key=lambda bound: (order.get(bound.hf[0].name, len(order)), bound.hf[0].index or 0))
     shapes = _Shapes(mine)
+    groups: dict[str, list[Bound]] = {}  # each stands where its first tensor does
+    for bound in exported:
+        groups.setdefault(weights.group(bound.hf[0].name), []).append(bound)
     items: list[Item] = []
     outputs: dict[str, OutputTensor] = {}
     owners: dict[str, int] = {}
-    for bound in exported:
-        holding = known[bound.megatron]
-        # A stack has one owner for all its rows.
-        owner, holders = choose(bound.rule, holding, owners.get(bound.hf[0].name))
-        items.append(Item(bound, owner, holders, holding))
-        for hf, shape in zip((*bound.hf, *bound.also), shapes(bound.rule, holding.shape), strict=True):
-            if hf.name not in outputs:
-                full = shape if hf.index is None else (len(weights.hf[hf.name]), *shape)
-                outputs[hf.name] = OutputTensor(hf.name, dtype_of(hf.name, holding.dtype), full)
-                owners[hf.name] = owner
+    for group in groups.values():
+        owner = None  # one for all of a group, and so for all rows of a stack
+        for bound in group:
+            holding = known[bound.megatron]
+            owner, holders = choose(bound.rule, holding, owner)
+            items.append(Item(bound, owner, holders, holding))
+            for hf, shape in zip((*bound.hf, *bound.also), shapes(bound.rule, holding.shape), strict=True):
+                if hf.name not in outputs:
+                    full = shape if hf.index is None else (len(weights.hf[hf.name]), *shape)
+                    outputs[hf.name] = OutputTensor(hf.name, dtype_of(hf.name, holding.dtype), full)
+                    owners[hf.name] = owner
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     device = held[0].tensor.device if held else torch.device("cpu")
     tensors = {live.canonical: live.tensor.detach() for live in held}

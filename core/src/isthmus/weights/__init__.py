@@ -1,5 +1,7 @@
 """Weight rules: pure data and arithmetic on names and row numbers. No torch.distributed, no megatron."""
 
+from isthmus.weights.atomic import Atomic as Atomic
+from isthmus.weights.atomic import atomic as atomic
 from isthmus.weights.heads import COLUMNS as COLUMNS
 from isthmus.weights.heads import ROWS as ROWS
 from isthmus.weights.heads import SHARED as SHARED

@@ -2,7 +2,7 @@
 
 A map enumerates every Megatron tensor and every HF tensor of one checkpoint, so that what is missing and what
 is unknown is set arithmetic. Besides rules it holds the source tensors that are left out on purpose, each
-with a reason.
+with a reason, and the groups that a stream keeps together.
 """
 
 import itertools
@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from string import Formatter
 from typing import NamedTuple
 
+from isthmus.weights.atomic import Atomic, groups
 from isthmus.weights.names import collapse
 from isthmus.weights.rule import Rule
 
@@ -96,18 +97,23 @@ class Coverage:
 class WeightMap:
     """All rules of one checkpoint.
 
-    LookupError where two rules of equal rank claim one Megatron tensor, or two would write one HF tensor.
-    A rule with fewer free indices is more specific and wins over a general one.
+    LookupError where two rules of equal rank claim one Megatron tensor, or two would write one HF tensor, or
+    where atomic groups are not whole or overlap. A rule with fewer free indices is more specific and wins
+    over a general one.
     """
 
-    def __init__(self, rules: Iterable[Rule | Ignored]) -> None:
+    def __init__(self, rules: Iterable[Rule | Ignored | Atomic]) -> None:
         self.megatron: dict[str, Bound] = {}
         self.ignored: list[Ignored] = []
+        declared: list[Atomic] = []
         ranks: dict[str, int] = {}
         contested: list[str] = []
         for rule in rules:
             if isinstance(rule, Ignored):
                 self.ignored.append(rule)
+                continue
+            if isinstance(rule, Atomic):
+                declared.append(rule)
                 continue
             rank = len(_fields(rule.megatron))
             for bound in _bind(rule):
@@ -120,6 +126,7 @@ class WeightMap:
         if contested:
             raise LookupError("two rules of equal rank claim " + ", ".join(collapse(contested)))
         self.hf: dict[str, list[str]] = {}  # HF tensor -> the Megatron tensors that export it
+        self._first: dict[str, str] = {}  # HF tensor -> the first one of the rule that exports it
         written: set[HFTensor] = set()
         twice: list[str] = []
         for bound in self.megatron.values():
@@ -130,11 +137,22 @@ class WeightMap:
                     if tensor in written:
                         twice.append(tensor.name)
                     written.add(tensor)
+                    self._first.setdefault(tensor.name, bound.hf[0].name)
         if twice:
             raise LookupError("two exported rules write " + ", ".join(collapse(twice)))
         unowned = [name for name, owners in self.hf.items() if not owners]
         if unowned:
             raise LookupError("no exported rule writes " + ", ".join(collapse(unowned)))
+        self._groups: dict[str, str] = {}  # the first HF tensor of a rule -> that of its group
+        for names in groups(declared, self.hf):
+            firsts = dict.fromkeys(self._first[name] for name in names)
+            if overlap := [name for name in firsts if name in self._groups]:
+                raise LookupError("two atomic groups have " + ", ".join(collapse(overlap)))
+            self._groups.update(dict.fromkeys(firsts, next(iter(firsts))))
+
+    def group(self, name: str) -> str:
+        """The HF tensor that stands for all those that a stream keeps together with HF tensor `name`."""
+        return self._groups.get(self._first[name], self._first[name])
 
     def cover(
         self,

@@ -4,8 +4,10 @@ from typing import Any
 
 from isthmus.config import HFConfig
 from isthmus.weights import (
+    Atomic,
     Rule,
     WeightMap,
+    atomic,
     column,
     embeddings,
     hosted,
@@ -46,8 +48,18 @@ def weights(hf: HFConfig, keys: frozenset[str], model: Any) -> WeightMap:
             *scope(decoder, layer, _moe(hf, stacked), i=layers[dense:]),
             ignore("model.layers.{i}.self_attn.rotary_emb.inv_freq", because="recomputed from the config"),
             *(_mtp(hf, mtp, stacked) if mtp else _without_mtp(mtp_layers(hf, keys))),
+            *_fused_by_engines(hf),
         ]
     )
+
+
+def _fused_by_engines(hf: HFConfig) -> list[Atomic]:
+    """What vLLM and SGLang make one linear of, and Megatron holds apart."""
+    if hf["q_lora_rank"] is None:
+        return []
+    latents = atomic("self_attn.q_a_proj.weight", "self_attn.kv_a_proj_with_mqa.weight")
+    indexer = atomic("self_attn.indexer.wk.weight", "self_attn.indexer.weights_proj.weight")
+    return [latents, indexer]
 
 
 def _without_mtp(numbers: list[int]) -> list[Any]:

@@ -8,8 +8,10 @@ from typing import Any
 
 from isthmus.config import HFConfig
 from isthmus.weights import (
+    Atomic,
     Ignored,
     Rule,
+    atomic,
     column,
     embeddings,
     fuse,
@@ -38,7 +40,7 @@ def decoder(
     model: Any,
     prefix: str = "model.",
     in_projections: InProjections = IN_PROJECTIONS,
-) -> list[Rule | Ignored]:
+) -> list[Rule | Ignored | Atomic]:
     """All rules of a checkpoint with tensor names `keys`: embeddings, layers, head and MTP block."""
     layers = range(len(model.linear_attention_freq))
     linear = [i for i in layers if model.linear_attention_freq[i]]
@@ -65,6 +67,9 @@ def decoder(
         *scope(megatron, layer, mlp, i=dense),
         ignore(f"{layer}.self_attn.rotary_emb.inv_freq", because="recomputed from the config"),
         *(_mtp(hf, keys, bool(model.moe_layer_freq[-1])) if model.mtp_num_layers else [_WITHOUT_MTP]),
+        # Engines make one linear of each; Megatron's own modules do too, hosted ones do not.
+        atomic(*(f"self_attn.{name}_proj.weight" for name in "qkv")),
+        atomic(*(f"linear_attn.{name}" for name in in_projections.parts)),
     ]
 
 
