@@ -19,7 +19,7 @@ def fields(config: dict[str, Any], keys: frozenset[str] = NONE) -> dict[str, Any
     return megatron_config(HFConfig(config), keys)
 
 
-def test_deepseek_v3_as_published() -> None:
+def test_deepseek_v3_in_the_published_layout() -> None:
     found = fields(V3)
     expected = {
         "num_layers": 61,
@@ -47,7 +47,7 @@ def test_deepseek_v3_as_published() -> None:
     assert {name: found[name] for name in expected} == expected
 
 
-def test_deepseek_v2_as_published() -> None:
+def test_deepseek_v2_in_the_published_layout() -> None:
     found = fields(V2)
     assert found["moe_router_score_function"] == "softmax"
     assert found["moe_router_pre_softmax"]

@@ -1,4 +1,4 @@
-"""The published DeepSeek-V3 on a cluster: what each rank holds, from config.json alone."""
+"""DeepSeek-V3 at full size on a cluster: what each rank holds, from config.json alone."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""DeepSeek in its published FP8, and in other formats: the model of the numbers that the codes mean."""
+"""DeepSeek in FP8 as published layouts have it, and in other formats: the model of what the codes mean."""
 
 import json
 from pathlib import Path

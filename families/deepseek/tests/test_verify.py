@@ -53,7 +53,7 @@ def on_rank(folder: Path, layout: Layout, request: Request, mistake: str) -> dic
         (Layout(), "plain_rope"),
         (Layout(ep=2), "three_of_groups"),
         (Layout(tp=2), "moonlight"),
-        (Layout(tp=2), "v32"),
+        (Layout(tp=2, ep=2), "v32"),
     ],
     ids=str,
 )

@@ -105,7 +105,7 @@ def _indexer() -> list[Rule]:
 
 
 def _moe(hf: HFConfig, stacked: bool) -> list[Rule]:
-    """Experts as the checkpoint has them: one by one, as published, or stacked as transformers holds them."""
+    """Experts as the checkpoint has them: one by one, as releases do, or stacked, as transformers does."""
     expert, stack, rows = "mlp.experts.{e}", "mlp.experts", hf["moe_intermediate_size"]
     experts = stacked_swiglu(expert, stack, rows) if stacked else swiglu(expert, expert, rows)
     bias = same("mlp.router.expert_bias", "mlp.gate.e_score_correction_bias")

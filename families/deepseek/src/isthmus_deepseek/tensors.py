@@ -1,4 +1,4 @@
-"""Every tensor of a published DeepSeek checkpoint: its name and shape, from config.json alone.
+"""Every tensor of a DeepSeek checkpoint in the published layout: its name and shape, from config.json alone.
 
 Written down apart from the weight map, as the releases have it, so that each can be checked against the
 other.

@@ -1,4 +1,8 @@
-"""Tiny DeepSeeks: the published config.json with fewer and smaller parts, in the same proportions."""
+"""Tiny DeepSeeks: configs in the published layout, their parts fewer and smaller, in the same proportions.
+
+The full-size ones were written down from the defaults of transformers' classes and public descriptions, not
+fetched.
+"""
 
 import json
 from importlib.resources import files
@@ -8,12 +12,12 @@ from isthmus.tiny import Tiny, Variant
 from isthmus_deepseek.tensors import tensors
 
 
-def published(name: str) -> dict[str, Any]:
-    """config.json of a release, as it was published."""
+def _full_size(name: str) -> dict[str, Any]:
+    """A config.json in the layout that a release publishes."""
     return json.loads(files(__package__).joinpath(f"{name}.config.json").read_text())
 
 
-V2, V2_LITE, V3 = (published(name) for name in ("deepseek_v2", "deepseek_v2_lite", "deepseek_v3"))
+V2, V2_LITE, V3 = (_full_size(name) for name in ("deepseek_v2", "deepseek_v2_lite", "deepseek_v3"))
 # DeepSeek-V3.2's is V3's with an indexer.
 V32 = V3 | {
     "architectures": ["DeepseekV32ForCausalLM"],
@@ -23,8 +27,8 @@ V32 = V3 | {
     "index_topk": 2048,
 }
 
-# What shrinks. Kept as published: heads together wider than the hidden state, half as many rotated dims as
-# others, yarn with its factors, shared experts, the gates and their scale.
+# What shrinks. Kept from the full size: heads together wider than the hidden state, half as many rotated dims
+# as others, yarn with its factors, shared experts, the gates and their scale.
 SHRUNK = {
     "vocab_size": 160,
     "hidden_size": 64,
@@ -106,7 +110,7 @@ V2_VARIANTS = {
 V3_VARIANTS = {
     "default": Variant(
         tiny_v3(),
-        "as published, with fewer and smaller parts: 16 experts, one MTP layer",
+        "in the published layout, with fewer and smaller parts: 16 experts, one MTP layer",
         fp32=BIAS,
         reloaded=True,
     ),
