@@ -261,3 +261,29 @@ def test_a_rank_without_images_takes_part_in_reductions_that_overlap_the_backwar
     for name, gradient in alone.items():
         assert torch.equal(first[name], second[name]), name
         assert rel_rms(first[name], gradient) < FLOAT32.worst_gradient, name
+
+
+def text_outputs(folder: Path) -> dict[str, torch.Tensor]:
+    """Of a row of text: with positions of three axes, as HF gives them; the message about a padded row."""
+    Layout().resolved().initialize()
+    bridge = AutoBridge.from_hf_pretrained(folder)
+    model = bridge.build_model(bridge.get_model_config(params_dtype=torch.float32), wrap_with_ddp=False)
+    bridge.load_hf_weights(model)
+    ids = torch.arange(1, 17)[None]
+    spread = torch.stack([torch.arange(16) * step for step in (1, 2, 3)])[:, None]
+    mask = torch.ones_like(ids)
+    with torch.no_grad():
+        hf = reference.load(folder, torch.float32, vision=True).hf
+        found = {
+            "found": model[0](ids, attention_mask=mask, position_ids=spread),
+            "expected": hf(input_ids=ids, position_ids=spread).logits,
+        }
+        mask[0, 0] = 0
+        with pytest.raises(ValueError, match=r"attention_mask has padding in sample 0, .*: pack"):
+            model[0](ids, attention_mask=mask)
+    return found
+
+
+def test_positions_of_text_are_those_given_and_padding_is_refused(checkpoints: Callable[[str], Path]) -> None:
+    outputs = ranks.run(1, text_outputs, checkpoints("vision"))[0]
+    assert rel_rms(outputs["found"], outputs["expected"]) < FLOAT32.forward

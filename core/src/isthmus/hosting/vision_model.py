@@ -91,6 +91,7 @@ class VisionLanguageModel(GPTModel):
             packed_seq_params, length, batch, self.pg_collection.cp.size(), "zigzag", input_ids.device
         )
         self.check(input_ids, whole, position_ids, **inputs)
+        attention_mask = _without_padding(attention_mask)
         mine = own_tokens(whole, self.pg_collection.cp)
 
         def take(tensor: Any) -> Any:
@@ -152,6 +153,22 @@ class VisionLanguageModel(GPTModel):
             if moved is not None and moved.dtype != buffer.dtype:
                 module._buffers[name] = buffer.to(moved.device)
         return self
+
+
+def _without_padding(attention_mask: Tensor | None) -> Tensor | None:
+    """Megatron's mask as it is; of HF's processor's, (b, s) with 0 for padding, nothing is left.
+
+    ValueError where it has padding, which Megatron's causal attention would not leave out.
+    """
+    if attention_mask is None or attention_mask.dim() != 2:
+        return attention_mask
+    if padded := [str(i) for i, row in enumerate(attention_mask) if not bool(row.all())]:
+        raise ValueError(
+            f"attention_mask has padding in sample {', '.join(padded)}, which is not masked here: pack the"
+            " samples (packed_seq_params), or pad behind their tokens, with a loss_mask of 0 there and no"
+            " attention_mask"
+        )
+    return None
 
 
 class _Unused(torch.autograd.Function):

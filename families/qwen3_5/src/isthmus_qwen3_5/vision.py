@@ -59,9 +59,9 @@ class Qwen35Model(VisionLanguageModel):
     ) -> Tensor | None:
         """Interleaved mrope; None for text, on which time, height and width count alike."""
         vision = self.model_config.vision
-        if all(inputs[kind.grid] is None for kind in KINDS):
-            return None
         if position_ids is None or position_ids.dim() != 3:
+            if all(inputs[kind.grid] is None for kind in KINDS):
+                return None
             position_ids = positions(input_ids, row.bounds, vision, self._merge, **inputs)
         return interleaved(position_ids, self.rotary_pos_emb.inv_freq, vision["mrope_section"])
 
