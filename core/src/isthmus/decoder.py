@@ -203,3 +203,18 @@ def _class_head_dim(hf: HFConfig) -> int | None:
         return hf.default("head_dim")
     except LookupError:
         return None
+
+
+def embedding_prefix(keys: frozenset[str]) -> str:
+    """What stands before `embed_tokens.weight` among the tensor names of a checkpoint: tools write several.
+
+    ValueError: none, or two of them.
+    """
+    embedding = "embed_tokens.weight"
+    found = sorted(key.removesuffix(embedding) for key in keys if key.endswith(f".{embedding}"))
+    if len(found) != 1:
+        raise ValueError(
+            f"expected one *.{embedding} in the checkpoint, found {len(found)}: "
+            f"{', '.join(f'{each}{embedding}' for each in found) or 'none'}"
+        )
+    return found[0]

@@ -1,6 +1,7 @@
 """Where a Gemma 3 checkpoint keeps its language model: config section, and prefix of the tensors."""
 
 from isthmus.config import HFConfig
+from isthmus.decoder import embedding_prefix
 
 # Of a vision-language checkpoint and of a text one, as published.
 WITH_VISION, TEXT_ONLY = "language_model.model.", "model."
@@ -23,13 +24,6 @@ def prefix(hf: HFConfig, keys: frozenset[str]) -> str:
 
     ValueError: none, or two of them.
     """
-    if not keys:
-        return WITH_VISION if has_vision(hf) else TEXT_ONLY
-    embedding = "embed_tokens.weight"
-    found = sorted(key.removesuffix(embedding) for key in keys if key.endswith(f".{embedding}"))
-    if len(found) != 1:
-        raise ValueError(
-            f"expected one *.{embedding} in the checkpoint, found {len(found)}: "
-            f"{', '.join(f'{each}{embedding}' for each in found) or 'none'}"
-        )
-    return found[0]
+    if keys:
+        return embedding_prefix(keys)
+    return WITH_VISION if has_vision(hf) else TEXT_ONLY

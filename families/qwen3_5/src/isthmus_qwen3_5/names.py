@@ -3,6 +3,7 @@
 from typing import Any
 
 from isthmus.config import HFConfig
+from isthmus.decoder import embedding_prefix
 
 # Of a vision-language checkpoint and of a text one, as published.
 WITH_VISION, TEXT_ONLY = "model.language_model.", "model."
@@ -27,13 +28,6 @@ def has_experts(hf: Any) -> bool:
 
 def prefix(hf: HFConfig, keys: frozenset[str]) -> str:
     """What stands before `embed_tokens.weight`: tools write several. ValueError: none, or two of them."""
-    if not keys:
-        return WITH_VISION if has_vision(hf) else TEXT_ONLY
-    embedding = "embed_tokens.weight"
-    found = sorted(key.removesuffix(embedding) for key in keys if key.endswith(f".{embedding}"))
-    if len(found) != 1:
-        raise ValueError(
-            f"expected one *.{embedding} in the checkpoint, found {len(found)}: "
-            f"{', '.join(f'{each}{embedding}' for each in found) or 'none'}"
-        )
-    return found[0]
+    if keys:
+        return embedding_prefix(keys)
+    return WITH_VISION if has_vision(hf) else TEXT_ONLY
