@@ -13,7 +13,7 @@ import torch
 from isthmus.cli import config_options
 from isthmus.cli.verify import merged, rows
 from isthmus.layout import Layout
-from isthmus.testing import comparison
+from isthmus.testing import comparison, gradients
 from isthmus.testing.batch import random_batch
 from isthmus.testing.numerics import (
     FLOAT32,
@@ -36,6 +36,18 @@ def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 # Measures.
+
+
+@pytest.mark.parametrize(("found", "worst"), [(-3e-9, "small"), (1e-3, "bias")], ids=["rounding", "not"])
+def test_a_gradient_that_rounding_alone_makes_is_not_measured_against_itself(
+    found: float, worst: str
+) -> None:
+    expected = {"big": torch.ones(9), "small": torch.full((3,), 1e-4), "bias": torch.full((3,), 2e-9)}
+    megatrons = expected | {"small": torch.full((3,), 1.1e-4), "bias": torch.full((3,), found)}
+    differences = {name: difference(megatrons[name], expected[name]) for name in expected}
+    section = gradients._section(differences, expected, 3.0)
+    assert section["worst"] == worst  # which has a tenth of itself to explain
+    assert section["zero"] == ([] if worst == "bias" else ["bias"])
 
 
 def test_rel_rms_is_the_ratio_of_root_mean_squares() -> None:
@@ -319,9 +331,9 @@ def test_the_page_marks_what_exceeds_its_bound() -> None:
 def test_the_page_can_be_drawn_with_any_number(value: float) -> None:
     forward = document()["forward"] | {"rel_rms": value}
     forward["layers"][2]["rel_rms"] = value
-    gradients = document()["gradients"] | {"rel_rms": value, "grad_norm_rel_err": value}
-    gradients["worst_params"][0]["rel_rms"] = value
-    parsed(page(document(forward=forward, gradients=gradients)))
+    section = document()["gradients"] | {"rel_rms": value, "grad_norm_rel_err": value}
+    section["worst_params"][0]["rel_rms"] = value
+    parsed(page(document(forward=forward, gradients=section)))
 
 
 def test_the_page_of_a_run_that_stopped_early() -> None:

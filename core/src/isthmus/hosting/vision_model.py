@@ -62,6 +62,10 @@ class VisionLanguageModel(GPTModel):
         """Rotary frequencies (s, b, 1, d) of whole rows; None: those of Megatron, which counts tokens."""
         return None
 
+    def mask(self, input_ids: Tensor, row: Row, attention_mask: Tensor | None) -> Tensor | None:
+        """The decoder's attention mask, of whole rows; the one given, unless a family has its own."""
+        return attention_mask
+
     def forward(  # type: ignore[override]
         self,
         input_ids: Tensor,
@@ -106,7 +110,7 @@ class VisionLanguageModel(GPTModel):
             self._frequencies = self._frequencies[mine]  # of packed sequences, Megatron takes them itself
         given: dict[str, Any] = {"labels": take(labels), "loss_mask": take(loss_mask)}
         given |= {
-            "attention_mask": attention_mask,
+            "attention_mask": self.mask(input_ids, whole, attention_mask),
             "decoder_input": decoder_input,
             "packed_seq_params": packed_seq_params,
         }
