@@ -1,4 +1,4 @@
-"""The language model of a vision-language checkpoint that transformers wrote, under every prefix there is."""
+"""Vision-language checkpoints that transformers wrote, under every prefix there is: whole, or their text."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,6 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from isthmus import cli
 from isthmus.bridge import AutoBridge
 from isthmus.layout import Layout
 from isthmus.testing import ranks
@@ -82,10 +81,10 @@ def read(folder: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def export(folders: dict[Path, Path], layout: Layout) -> None:
+def export(folders: dict[Path, Path], layout: Layout, part: str = "text") -> None:
     layout.initialize()
     for folder, target in folders.items():
-        bridge = AutoBridge.from_hf_pretrained(folder, part="text")
+        bridge = AutoBridge.from_hf_pretrained(folder, part=part)
         model = bridge.build_model(bridge.get_model_config(**layout.config_overrides()))
         bridge.load_hf_weights(model)
         bridge.save_hf_pretrained(model, target)
@@ -96,12 +95,13 @@ def prove(folder: Path, layout: Layout) -> dict[str, Any]:
     return verify(AutoBridge.from_hf_pretrained(folder, part="text"), layout, Request(grads=True))
 
 
-def test_exports_are_the_source_bit_for_bit_under_its_own_names(tmp_path: Path) -> None:
+@pytest.mark.parametrize("part", ["text", "all"])
+def test_exports_are_the_source_bit_for_bit_under_its_own_names(tmp_path: Path, part: str) -> None:
     folders = {write(tmp_path / prefix, prefix): tmp_path / f"{prefix}-out" for prefix in PREFIXES}
     for head in HEADS:
         folders[write(tmp_path / head, "published", head)] = tmp_path / f"{head}-out"
     folders[write(tmp_path / "head", vision_use_head=True)] = tmp_path / "head-out"
-    ranks.run(2, export, folders, Layout(tp=2).resolved())
+    ranks.run(2, export, folders, Layout(tp=2).resolved(), part)
     for source, target in folders.items():
         before, after = read(source), read(target)
         assert before.keys() == after.keys()
@@ -114,7 +114,7 @@ def test_transformers_loads_every_export_strictly(tmp_path: Path) -> None:
     import transformers
 
     folders = {write(tmp_path / prefix, prefix): tmp_path / f"{prefix}-out" for prefix in PREFIXES}
-    ranks.run(1, export, folders, Layout().resolved())
+    ranks.run(1, export, folders, Layout().resolved(), "all")
     for target in folders.values():
         loaded: Any = transformers.Gemma3ForConditionalGeneration.from_pretrained(
             target, output_loading_info=True
@@ -127,15 +127,6 @@ def test_outputs_and_gradients_are_those_of_hugging_faces_language_model(tmp_pat
     assert document["failures"] == []
     passed = document["coverage"]["passed_through"]
     assert {name.split(".")[0] for name in passed} == {"vision_tower", "multi_modal_projector"}
-
-
-def test_a_vision_tower_is_left_out_by_choice_only(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    source = write(tmp_path / "hf")
-    assert cli.main(["import", str(source), str(tmp_path / "megatron")]) == 2
-    assert "part='text'" in capsys.readouterr().err
-    assert not (tmp_path / "megatron").exists()
 
 
 @pytest.mark.parametrize(("top", "nested"), [(True, False), (False, True), (None, False)])

@@ -3,9 +3,9 @@
 from typing import Any
 
 from isthmus.config import HFConfig
-from isthmus.weights import WeightMap, embeddings, ignore, passthrough, same, scope
-from isthmus_gemma_vl import rules
-from isthmus_gemma_vl.names import HEADS, has_vision, prefix, text_config
+from isthmus.weights import Ignored, Rule, WeightMap, embeddings, hosted, ignore, passthrough, same, scope
+from isthmus_gemma_vl import rules, tensors
+from isthmus_gemma_vl.names import HEADS, VISION, has_vision, prefix, text_config, vision_prefixes
 
 
 def weights(hf: HFConfig, keys: frozenset[str], model: Any) -> WeightMap:
@@ -20,13 +20,20 @@ def weights(hf: HFConfig, keys: frozenset[str], model: Any) -> WeightMap:
             *scope("decoder.layers.{i}", layer, rules.layer(text), i=range(text["num_hidden_layers"])),
             same("decoder.final_layernorm.weight", f"{before}norm.weight"),
             ignore(f"{layer}.self_attn.rotary_emb.inv_freq", because="recomputed from the config"),
-            *(_VISION if has_vision(hf) else []),
+            *(_vision(hf, keys, model) if has_vision(hf) else []),
         ]
     )
 
 
-_VISION = [
-    passthrough(name, because="the model was built without its vision tower (part='text')")
-    for part in ("vision_tower", "multi_modal_projector")
-    for name in (f"{part}.*", f"model.{part}.*")
-]
+def _vision(hf: HFConfig, keys: frozenset[str], model: Any) -> list[Rule | Ignored]:
+    """The tower as HF has it, whole on every rank; or all of it copied by an export."""
+    if getattr(model, "part", "text") == "text":
+        because = "the model was built without its vision tower (part='text')"
+        names = (f"{root}{part}.*" for root in ("", "model.") for part in VISION)
+        return [passthrough(name, because=because) for name in names]
+    tower, projector = (prefix.removesuffix(".") for prefix in vision_prefixes(keys))
+    return [
+        *hosted("vision_model.vision_tower", tower, tensors.vision_tower(hf)),
+        *hosted("vision_model.multi_modal_projector", projector, tensors.projector(hf)),
+        passthrough(f"{tower}.head.*", because="Gemma 3 does not use SigLIP's pooling head"),
+    ]

@@ -1,31 +1,29 @@
-"""Gemma 3's config.json in Megatron's fields: the arithmetic of the language model, and nothing else."""
+"""Gemma 3's config.json in Megatron's fields: the language model's arithmetic, and the vision tower."""
 
+from math import isqrt
 from typing import Any
 
 from isthmus.config import HFConfig
 from isthmus.decoder import check_head, decoder_config
-from isthmus_gemma_vl.names import HEADS, has_vision, text_config
+from isthmus_gemma_vl.names import HEADS, has_vision, image_token, text_config
 from isthmus_gemma_vl.ropes import FULL, SLIDING, ropes
 
 # transformers 4 wrote the pattern of the layers that it lists; hybrid caches are of generation.
 INERT = frozenset({"_sliding_window_pattern", "cache_implementation"})
 PATTERN = "sliding_window_pattern"
-# Of the vision tower and of where its features go, which the language model does not see.
-VISION = frozenset(
-    {
-        "vision_config",
-        "image_token_index",
-        "image_token_id",
-        "boi_token_index",
-        "eoi_token_index",
-        "mm_tokens_per_image",
-        "initializer_range",
-    }
+SIGLIP = "siglip_vision_model"
+# Of a vision-language model: what surrounds its features, which no forward pass looks for, a pooling head
+# that no Gemma 3 uses, and what a training from scratch begins with.
+VISION_INERT = frozenset({"boi_token_index", "eoi_token_index", "vision_use_head", "initializer_range"})
+# Of a vision tower, as transformers' class has them.
+VISION_FIELDS = (
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_channels"),
+    *("image_size", "patch_size", "hidden_act", "layer_norm_eps", "attention_dropout"),
 )
 
 
 def megatron_config(hf: HFConfig, keys: frozenset[str]) -> dict[str, Any]:
-    """Fields of GPTModelConfig and TransformerConfig that compute what Hugging Face's Gemma 3 does on text.
+    """Fields of GPTModelConfig and TransformerConfig that compute what Hugging Face's Gemma 3 does.
 
     Args:
         keys: tensor names of the checkpoint; empty where only the config is known.
@@ -54,10 +52,31 @@ def megatron_config(hf: HFConfig, keys: frozenset[str]) -> dict[str, Any]:
         # is then query_pre_attn_scalar ** -0.5.
         "use_mup": True,
         "mup_base_head_dim": head_dim**2 / text["query_pre_attn_scalar"],
-        "part": "all" if has_vision(hf) else "text",
+        "part": "text",
     }
-    hf.check_all_understood(INERT | VISION if has_vision(hf) else INERT)
+    if has_vision(hf):
+        fields |= {"part": "all", "vision": _vision(hf)}
+    hf.check_all_understood(INERT | VISION_INERT if has_vision(hf) else INERT)
     return fields
+
+
+def _vision(hf: HFConfig) -> dict[str, Any]:
+    """What the tower is built of, and where its features go.
+
+    ValueError: a tower that is not SigLIP, or patches that do not make the tokens of an image.
+    """
+    section, tokens = hf.section("vision_config"), hf["mm_tokens_per_image"]
+    if (kind := section.get("model_type", SIGLIP)) != SIGLIP:
+        raise ValueError(f"config.json: vision_config.model_type={kind!r}, Gemma 3 has {SIGLIP!r}")
+    config = {name: section[name] for name in VISION_FIELDS}
+    size, patch, side = config["image_size"], config["patch_size"], isqrt(tokens)
+    if side**2 != tokens or size % patch or size // patch % side:
+        raise ValueError(
+            f"config.json: mm_tokens_per_image={tokens}, vision_config.image_size={size} and"
+            f" patch_size={patch} do not fit: the tokens of an image are a square, each of a square of whole"
+            " patches"
+        )
+    return {"config": config, "tokens_per_image": tokens, "image_token": image_token(hf)}
 
 
 def layer_kinds(text: HFConfig) -> list[str]:

@@ -17,4 +17,5 @@ FAMILY = Family(
     config_class="isthmus_gemma_vl.model_config:Gemma3ModelConfig",
     problems=problems,
     tiny=TINY,
+    sample="isthmus_gemma_vl.samples:sample",
 )

@@ -3,15 +3,21 @@
 from collections.abc import Mapping
 from typing import Any
 
+from isthmus.hosting import vision_config
 from isthmus.layout import Layout
 
 
 def problems(layout: Layout, fields: Mapping[str, Any]) -> list[str]:
     """Why the model cannot be built at this layout."""
-    part = fields.get("part", "text")
-    if part == "all":
-        return [
-            "the checkpoint has a vision tower, which is not hosted yet. Choose its language model with"
-            " part='text' (--set part=text): an export then has the vision tensors as the source has them"
-        ]
-    return [] if part == "text" else [f"part must be 'text' or 'all', got {part!r}"]
+    found = vision_config.problems(fields)
+    if fields.get("part") == "all" and layout.cp > 1:
+        found.append(
+            "bidirectional image attention under context parallelism: an image's tokens may lie on several"
+            " ranks, and Megatron divides causal attention only. Use cp=1, or part='text'"
+        )
+    if fields.get("part") == "all" and fields.get("attention_dropout"):
+        found.append(
+            f"attention_dropout={fields['attention_dropout']} with part='all': attention among image tokens"
+            " drops nothing. Use 0, or part='text'"
+        )
+    return found

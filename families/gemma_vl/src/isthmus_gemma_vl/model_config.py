@@ -1,34 +1,39 @@
-"""The model config of Gemma 3: Megatron's GPTModelConfig with a second rope."""
+"""The model config of Gemma 3: Megatron's GPTModelConfig with a second rope and a vision tower."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from isthmus.hosting.model_config import HostedModelConfig
-from isthmus_gemma_vl.spec import PAD, ROPE_LOCAL_BASE, layer_spec
+from isthmus.hosting.vision_config import VisionModelConfig
+from isthmus_gemma_vl.spec import PAD, ROPE_LOCAL_BASE, layer_spec, vision_language_spec
 
 
 @dataclass(kw_only=True)
-class Gemma3ModelConfig(HostedModelConfig):
+class Gemma3ModelConfig(VisionModelConfig, HostedModelConfig):
     """A GPTModelConfig whose layers are :func:`isthmus_gemma_vl.spec.layer_spec`.
 
     Attributes:
         rope_local_base: of the rope of sliding layers.
         pad: the token whose embedding is not trained, -1 for none.
-        part: of the checkpoint, "text" for the language model; "all", with a vision tower, cannot be built.
     """
+
+    model: ClassVar[str] = "isthmus_gemma_vl.vision:Gemma3Model"
+    projector: ClassVar[tuple[str, ...]] = ("vision_model.multi_modal_projector.",)
 
     transformer_layer_spec: Any | Callable[..., Any] | None = layer_spec
     rope_local_base: float = ROPE_LOCAL_BASE
     pad: int = PAD
-    part: str = "text"
 
     @property
     def spec_argument(self) -> Callable[..., Any]:
-        """The layer spec that stands for this config on Megatron's command line (`--spec`).
+        """The layer spec that stands for this config on Megatron's command line (`--spec`); with a vision
+        tower one that says that Megatron's script does not build it.
 
         ValueError: sliding layers have another rope, or padding another token, than in every release.
         """
+        if self.part == "all":
+            return vision_language_spec
         if (self.rope_local_base, self.pad) != (ROPE_LOCAL_BASE, PAD):
             raise ValueError(
                 "Megatron's training script has no arguments for"

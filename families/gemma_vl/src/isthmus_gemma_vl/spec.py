@@ -15,6 +15,7 @@ from megatron.core.transformer.utils import is_layer_window_attention
 
 from isthmus.activations import FUNCTIONS
 from isthmus.hosting import spec
+from isthmus_gemma_vl.masked import with_masks
 from isthmus_gemma_vl.padding import FreezePadding
 from isthmus_gemma_vl.sandwich import Attention, FeedForward
 
@@ -41,11 +42,12 @@ def layer_spec(
     block = spec.decoder_block(config, vp_stage, [None] * config.num_layers)
     layers: Any = block.layer_specs
     base = getattr(model_config, "rope_local_base", ROPE_LOCAL_BASE)
+    masked = getattr(model_config, "part", "text") == "all"
     norm = spec.layer_backend(config).layer_norm(rms_norm=config.normalization == "RMSNorm", for_qk=False)
     return replace(
         block,
         layer_specs=[
-            _sandwich(layer, norm, base if _slides(config, i) else None)
+            _sandwich(layer, norm, base if _slides(config, i) else None, masked)
             for i, layer in zip(spec.stage_layers(config, vp_stage), layers, strict=True)
         ],
     )
@@ -61,10 +63,13 @@ def _slides(config: TransformerConfig, layer: int) -> bool:
     return is_layer_window_attention(config.window_size, every, layer + 1)
 
 
-def _sandwich(layer: ModuleSpec, norm: Any, rotary_base: float | None) -> ModuleSpec:
-    """The layer with norms behind its attention and its MLP."""
+def _sandwich(layer: ModuleSpec, norm: Any, rotary_base: float | None, masked: bool) -> ModuleSpec:
+    """The layer with norms behind its attention and its MLP; `masked`, with attention that images need."""
     submodules: Any = layer.submodules
     attention = submodules.self_attention
+    if masked:
+        core = with_masks(attention.submodules.core_attention)
+        attention = replace(attention, submodules=replace(attention.submodules, core_attention=core))
     params = {**attention.params, "norm": norm, "rotary_base": rotary_base}
     return replace(
         layer,
@@ -73,6 +78,14 @@ def _sandwich(layer: ModuleSpec, norm: Any, rotary_base: float | None) -> Module
             self_attention=replace(attention, module=Attention, params=params),
             mlp=partial(_feed_forward, norm=norm, **submodules.mlp.keywords),
         ),
+    )
+
+
+def vision_language_spec(*args: Any, **kwargs: Any) -> TransformerBlockSubmodules:
+    """What `--spec` names for a model with a vision tower. ValueError: Megatron's script builds none."""
+    raise ValueError(
+        "Megatron's training script builds language models, without the vision tower of this checkpoint."
+        " Build the model with AutoBridge.build_model in a script of your own, or import with part='text'"
     )
 
 

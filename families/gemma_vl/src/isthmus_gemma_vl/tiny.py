@@ -96,6 +96,45 @@ def tiny_gqa_config(**overrides: Any) -> dict[str, Any]:
     return LARGE | SHRUNK | {"num_key_value_heads": 2, "query_pre_attn_scalar": 42} | overrides
 
 
+# Of the 4B to the 27B.
+VISION: dict[str, Any] = {
+    "hidden_size": 1152,
+    "image_size": 896,
+    "intermediate_size": 4304,
+    "model_type": "siglip_vision_model",
+    "num_attention_heads": 16,
+    "num_hidden_layers": 27,
+    "patch_size": 14,
+    "vision_use_head": False,
+}
+# An image is 9 tokens of four patches each, longer than the window: which its own tokens leave, too.
+SHRUNK_VISION = {
+    "hidden_size": 32,
+    "image_size": 24,
+    "intermediate_size": 48,
+    "num_attention_heads": 2,
+    "num_hidden_layers": 2,
+    "patch_size": 4,
+}
+SHRUNK_TOKENS = {"boi_token_index": 157, "eoi_token_index": 158, "image_token_index": 159}
+
+
+def vision_language(text: dict[str, Any], **overrides: Any) -> dict[str, Any]:
+    """The small config.json of a release with a vision tower that has this language model."""
+    inner = {key: value for key, value in text.items() if key != "architectures"}
+    return {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "mm_tokens_per_image": 9,
+        "model_type": "gemma3",
+        "text_config": inner | {"sliding_window": 6},
+        "tie_word_embeddings": text["tie_word_embeddings"],
+        "torch_dtype": "bfloat16",
+        "vision_config": VISION | SHRUNK_VISION,
+        **SHRUNK_TOKENS,
+        **overrides,
+    }
+
+
 VARIANTS = {
     "default": Variant(
         tiny_config(),
@@ -121,10 +160,24 @@ VARIANTS = {
         mtp=False,
         head=False,
     ),
+    "vision": Variant(
+        vision_language(tiny_gqa_config()),
+        "with a vision tower of two layers, as the 4B to 27B have one",
+        mtp=False,
+        head=False,
+        reloaded=True,
+    ),
+    "vision_untied": Variant(
+        vision_language(tiny_gqa_config(tie_word_embeddings=False)),
+        "with a vision tower, and a head of its own",
+        mtp=False,
+        reloaded=True,
+    ),
 }
 
 # Zero-centred norms around 0. Embeddings are multiplied by 9.8, the square root of the hidden size.
 VALUES = {
+    "*vision_tower.*norm*.weight": (1.0, 0.1),
     "*embed_tokens.weight": (0.0, 0.1),
     # As in a trained model, a layer adds little to what it was given: else each multiplies the rounding of
     # those before, and two bfloat16 models differ as much as either does from float32.

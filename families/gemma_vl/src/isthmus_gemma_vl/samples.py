@@ -1,0 +1,33 @@
+"""Sequences with random images, laid out as Gemma 3's processor does, for `isthmus verify`."""
+
+import torch
+from torch import Tensor
+
+from isthmus.config import HFConfig
+from isthmus_gemma_vl.names import image_token
+
+# How many images a sequence of each kind holds; of a video, each frame is an image. What does not fit is
+# left out from the end.
+KINDS = {"text": 0, "image": 1, "images": 2, "video": 3}
+
+
+def sample(
+    hf: HFConfig, tokens: Tensor, kind: str, generator: torch.Generator
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """`tokens` (L + 1,) with placeholders, and the inputs of the L to run. LookupError: unknown kind."""
+    if kind not in KINDS:
+        raise LookupError(f"no samples of kind {kind!r}; there are {', '.join(KINDS)}")
+    vision, image = hf.section("vision_config"), image_token(hf)
+    begin, end = hf["boi_token_index"], hf["eoi_token_index"]
+    tokens = torch.where(torch.isin(tokens, torch.tensor([image, begin, end])), 2, tokens)
+    marked = torch.tensor([begin, *[image] * hf["mm_tokens_per_image"], end])
+    at, pixels = 2, []
+    for _ in range(KINDS[kind]):
+        if at + len(marked) > len(tokens) - 1:
+            break
+        tokens[at : at + len(marked)] = marked
+        at += len(marked) + 1
+        shape = (1, vision["num_channels"], vision["image_size"], vision["image_size"])
+        pixels.append(torch.randn(shape, generator=generator))
+    types = (tokens[:-1] == image).long()
+    return tokens, {"token_type_ids": types} | ({"pixel_values": torch.cat(pixels)} if pixels else {})
