@@ -1,7 +1,7 @@
 """Core attention of a model with images: Megatron's own on text, torch's under the mask that images need.
 
-Transformer Engine has arbitrary masks in its unfused attention only, Megatron's own and it put a layer's
-window, which lets no token see ahead, in a mask's place. torch's attention is exact under any mask, with
+Transformer Engine has arbitrary masks in its unfused attention only, and Megatron's own puts a layer's
+window, in which no token sees ahead, in a mask's place. torch's attention is exact under any mask, with
 memory-efficient kernels on a GPU, alike for each of Megatron's implementations.
 """
 

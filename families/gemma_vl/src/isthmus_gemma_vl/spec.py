@@ -22,9 +22,10 @@ from isthmus_gemma_vl.sandwich import Attention, FeedForward
 # Of every release; Megatron's arguments know neither.
 ROPE_LOCAL_BASE = 10_000.0
 PAD = 0
+GELU = FUNCTIONS["gelu_pytorch_tanh"]
 
 
-@partial(spec.layer_spec, gated_activation=FUNCTIONS["gelu_pytorch_tanh"])
+@partial(spec.layer_spec, gated_activation=GELU)
 def layer_spec(
     model_config: Any, config: TransformerConfig, vp_stage: int | None
 ) -> TransformerBlockSubmodules:
@@ -87,6 +88,9 @@ def vision_language_spec(*args: Any, **kwargs: Any) -> TransformerBlockSubmodule
         "Megatron's training script builds language models, without the vision tower of this checkpoint."
         " Build the model with AutoBridge.build_model in a script of your own, or import with part='text'"
     )
+
+
+vision_language_spec.gated_activation = GELU  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def _feed_forward(*, norm: Any, submodules: Any, config: Any, pg_collection: Any, **kwargs: Any) -> Any:
