@@ -54,12 +54,17 @@ class AutoBridge:
 
         `trust_remote_code` is accepted for symmetry with transformers; converting weights never runs a
         checkpoint's code. `part` "text" is the language model of a vision-language checkpoint, whose other
-        tensors an export copies from the source.
+        tensors an export copies from the source; LookupError where the checkpoint has no such part.
         """
         folder = resolve(path_or_id, revision)
         config = HFConfig.from_text(read_config(folder))
         bridge = cls(registry.family(config.model_type), config, folder=folder)
         if part is not None:
+            if part not in bridge.parts:
+                known = (
+                    f"it has {' and '.join(map(repr, bridge.parts))}" if bridge.parts else "leave out part"
+                )
+                raise LookupError(f"no part {part!r} of a checkpoint of {config.model_type!r}: {known}")
             bridge.choices["part"] = part
         return bridge
 
@@ -120,6 +125,11 @@ class AutoBridge:
     def keys(self) -> frozenset[str]:
         """Names of the checkpoint's tensors; empty where there is only a config."""
         return frozenset(self.reader.tensors) if self.folder is not None else frozenset()
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """What `part` of the checkpoint may be built; none of a family without vision towers."""
+        return {"all": ("all", "text"), "text": ("text",)}.get(self.megatron_fields.get("part", ""), ())
 
     @cached_property
     def megatron_fields(self) -> dict[str, Any]:

@@ -55,10 +55,13 @@ def _all(value: Any, kind: Kind) -> bool:
 
 KINDS: dict[str, Kind] = {  # a pattern of the whole name -> its kind; the first that fits counts
     r"num_hidden_layers": LAYERS,
-    r"mlp_only_layers": INDICES,
-    r"(hidden|vocab|intermediate)_size": SIZE,
+    r"mlp_only_layers|deepstack_visual_indexes|mrope_section": INDICES,
+    r"(hidden|vocab|intermediate|out_hidden|image|patch|temporal_patch|spatial_merge)_size": SIZE,
     r"max_position_embeddings": SIZE,
+    r"depth": LAYERS,
+    r"num_heads|(in|num)_channels|num_position_embeddings|mm_tokens_per_image": SIZE,
     r"num_attention_heads|num_key_value_heads|linear_num_\w+_heads": SIZE,
+    r"(image|video|vision_start|vision_end|boi|eoi)_token_(id|index)": COUNT,
     r"(\w+_)?head_dim|\w+_kernel_dim|\w+_interval|\w+_step": SIZE,
     r"mscale(_all_dim)?": NOT_NEGATIVE,
     r"num_\w+|\w+_(size|dim|heads|layers|position_embeddings|per_tok)": COUNT,
@@ -71,10 +74,11 @@ KINDS: dict[str, Kind] = {  # a pattern of the whole name -> its kind; the first
     r"initializer_range|\w+_coef": NOT_NEGATIVE,
     r"\w+_dropout": PROBABILITY,
     r"tie_word_embeddings|norm_topk_prob|attention_bias|mlp_bias|use_bidirectional_attention": SWITCH,
+    r"mrope_interleaved": SWITCH,
     r"model_type|hidden_act|hidden_activation|rope_type|scoring_func|topk_method": NAME,
     r"(\w+_)?layer_types": NAMES,
     r"rope_parameters|rope_scaling": SECTION,
-    r"dtype|torch_dtype": DTYPE,
+    r"dtype|torch_dtype|mamba_ssm_dtype": DTYPE,
 }
 
 

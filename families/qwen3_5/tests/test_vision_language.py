@@ -17,7 +17,7 @@ from isthmus.testing import ranks, reference
 from isthmus.testing.tiny import write_tiny
 from isthmus.testing.verify import Request, verify
 from isthmus_qwen3_5.family import FAMILY
-from isthmus_qwen3_5.tiny import tiny_config, tiny_moe_config
+from isthmus_qwen3_5.tiny import SHRUNK_TOKENS, tiny_config, tiny_moe_config
 
 VISION = {
     "depth": 2,
@@ -44,7 +44,7 @@ def write(folder: Path, kind: str, prefix: str = "published") -> Path:
     text = {key: value for key, value in text.items() if key != "architectures"}
     name = {"qwen3_5": "Qwen3_5", "qwen3_5_moe": "Qwen3_5Moe"}[kind]
     vision = VISION | {"model_type": f"{kind}_vision"}
-    config = getattr(transformers, f"{name}Config")(text_config=text, vision_config=vision)
+    config = getattr(transformers, f"{name}Config")(text_config=text, vision_config=vision, **SHRUNK_TOKENS)
     torch.manual_seed(0)
     model = getattr(transformers, f"{name}ForConditionalGeneration")(config).bfloat16()
     model.save_pretrained(folder)
@@ -119,6 +119,32 @@ def test_an_import_says_what_can_train_it(
     source = write(tmp_path / "hf", "qwen3_5")
     assert main(["import", str(source), str(tmp_path / "megatron"), *options]) == 0
     assert expected in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    ("variant", "parts"), [("vision", r"it has 'all' and 'text'"), ("default", r"it has 'text'")]
+)
+def test_a_part_that_there_is_not_is_refused_at_once(tmp_path: Path, variant: str, parts: str) -> None:
+    write_tiny(FAMILY, tmp_path / "hf", variant)
+    with pytest.raises(LookupError, match=rf"no part 'vision' of a checkpoint of 'qwen3_5.*': {parts}$"):
+        AutoBridge.from_hf_pretrained(tmp_path / "hf", part="vision")
+
+
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [
+        ("freeze=['visoin']", "cannot freeze 'visoin'; the parts are vision, projector, language"),
+        ("part=vision", "part must be 'text' or 'all', got 'vision'"),
+    ],
+)
+def test_a_misspelt_part_is_not_called_a_matter_of_layout(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], field: str, message: str
+) -> None:
+    write_tiny(FAMILY, tmp_path / "hf", "vision")
+    assert main(["plan", str(tmp_path / "hf"), "--set", field]) == 1
+    found = " ".join(capsys.readouterr().out.split())
+    assert f"the model config asks for what there is not: {message}" in found
+    assert "layout" not in found
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,11 @@
 """What a model config has besides Megatron's fields where a checkpoint has a vision tower."""
 
 import importlib
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
+
+from isthmus.config import HFConfig
 
 PARTS = ("vision", "projector", "language")
 
@@ -25,6 +28,11 @@ class VisionModelConfig:
     vision: dict[str, Any] | None = None
     freeze: list[str] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        if lines := problems(vars(self)):
+            raise ValueError("the model config asks for what there is not:\n  " + "\n  ".join(lines))
+        super().__post_init__()  # type: ignore[misc]  # of what this is mixed into
+
     @classmethod
     def model_class(cls) -> Any:
         """The VisionLanguageModel."""
@@ -37,6 +45,26 @@ class VisionModelConfig:
         if name.startswith(cls.projector):
             return "projector"
         return "vision" if name.startswith("vision_model.") else "language"
+
+
+def tower_problems(section: HFConfig, model_types: Collection[str], heads: str) -> list[str]:
+    """Why transformers has no such tower as a config's section `vision_config` says, a line each.
+
+    `heads` is what the section calls their number. What each field may hold, `isthmus.config_values` knows.
+    """
+    from transformers.activations import ACT2FN
+
+    found, kind, act = [], section.get("model_type"), section["hidden_act"]
+    if kind is not None and kind not in model_types:
+        found.append(f"vision_config.model_type={kind!r}, expected {' or '.join(map(repr, model_types))}")
+    if section["hidden_size"] % section[heads]:
+        found.append(
+            f"vision_config.hidden_size={section['hidden_size']}, expected a multiple of"
+            f" vision_config.{heads}={section[heads]}"
+        )
+    if act not in ACT2FN:
+        found.append(f"vision_config.hidden_act={act!r}, expected one of {', '.join(sorted(ACT2FN))}")
+    return found
 
 
 def problems(fields: Any) -> list[str]:

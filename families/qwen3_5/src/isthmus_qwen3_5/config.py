@@ -5,20 +5,11 @@ from typing import Any
 from isthmus.config import HFConfig
 from isthmus.decoder import check_head, decoder_config, rope, rope_fields
 from isthmus_qwen3_5.names import has_experts, has_vision, text_config
+from isthmus_qwen3_5.vision_fields import vision_fields
 from isthmus_qwen3_next.config import check_silu, delta_net_fields, moe_fields, mtp_layers
 
 # `mamba_ssm_dtype` is what the releases keep A_log in: the files themselves say it, tensor by tensor.
 INERT = frozenset({"mamba_ssm_dtype", "output_router_logits"})
-# Of a vision-language model: what surrounds its features, which no forward pass looks for.
-VISION_INERT = frozenset({"vision_start_token_id", "vision_end_token_id"})
-# Of a vision tower, as transformers' class has them.
-VISION_FIELDS = (
-    *("depth", "hidden_size", "hidden_act", "intermediate_size", "num_heads", "in_channels", "patch_size"),
-    *("spatial_merge_size", "temporal_patch_size", "out_hidden_size", "num_position_embeddings"),
-    *("initializer_range", "rope_parameters"),
-)
-VISION_TOKENS = ("image_token_id", "video_token_id")
-MROPE_SECTION = (11, 11, 10)  # where config.json has none: transformers' own
 # What each stated value must be: Hugging Face's model has no other.
 FIXED = {"attn_output_gate": True, "mtp_use_dedicated_embeddings": False}
 
@@ -61,33 +52,9 @@ def megatron_config(hf: HFConfig, keys: frozenset[str]) -> dict[str, Any]:
         "part": "text",
     }
     if has_vision(hf):
-        fields |= {"part": "all", "vision": _vision(hf, text)}
-    hf.check_all_understood(INERT | VISION_INERT if has_vision(hf) else INERT)
+        fields |= {"part": "all", "vision": vision_fields(hf, text)}
+    hf.check_all_understood(INERT)
     return fields
-
-
-def _vision(hf: HFConfig, text: HFConfig) -> dict[str, Any]:
-    """What the tower is built of, where its features go and how their positions count.
-
-    ValueError: a tower that Hugging Face's class does not have, or features of another size than the tokens'.
-    """
-    section = hf.section("vision_config")
-    if layers := section.get("deepstack_visual_indexes"):
-        raise ValueError(f"config.json: vision_config.deepstack_visual_indexes={layers}, no Qwen3.5 has any")
-    if section["out_hidden_size"] != text["hidden_size"]:
-        raise ValueError(
-            f"config.json: vision_config.out_hidden_size={section['out_hidden_size']}, expected"
-            f" text_config.hidden_size={text['hidden_size']}: features stand in the place of embeddings"
-        )
-    mrope = rope(text).scaling
-    if mrope.get("mrope_interleaved", True) is not True:
-        raise ValueError("config.json: mrope_interleaved=false, Hugging Face's Qwen3.5 interleaves")
-    return {
-        "model_type": hf.model_type,
-        "config": {name: section[name] for name in VISION_FIELDS},
-        "mrope_section": list(mrope.get("mrope_section", MROPE_SECTION)),
-        **{name: hf[name] for name in VISION_TOKENS},
-    }
 
 
 def _rope(text: HFConfig, head_dim: int) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from isthmus.config import HFConfig
 from isthmus_qwen3_5.inputs import IMAGE, VIDEO, Kind, token_types
+from isthmus_qwen3_5.vision_fields import TOKENS
 
 # Grids (t, h, w) of what a sequence of each kind holds; what does not fit is left out from the end.
 KINDS: dict[str, list[tuple[Kind, tuple[int, int, int]]]] = {
@@ -14,7 +15,6 @@ KINDS: dict[str, list[tuple[Kind, tuple[int, int, int]]]] = {
     "video": [(VIDEO, (2, 4, 4))],
     "both": [(VIDEO, (2, 2, 4)), (IMAGE, (1, 4, 4))],
 }
-TOKENS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
 
 
 def sample(
