@@ -38,7 +38,7 @@ def _verify(bridge: AutoBridge, layout: Layout, request: Request) -> dict[str, A
         ("gqa", Layout(tp=2), False),
         ("odd_vocab", Layout(tp=2), True),  # more ranks than key/value heads
         ("untied", Layout(tp=2, sp=False), False),
-        ("with_head", Layout(pp=2), False),
+        ("with_head", Layout(tp=2, pp=2), False),
         ("gqa", Layout(pp=2, vp=2), False),
         ("gqa", Layout(cp=2), True),
         ("default", Layout(tp=2, cp=2), False),

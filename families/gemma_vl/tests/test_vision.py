@@ -33,7 +33,7 @@ def proof(folder: Path, layout: Layout, request: Request) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("variant", "layout", "request_"),
     [
-        ("vision", Layout(tp=2), GRADIENTS),
+        ("vision", Layout(tp=2, pp=2), GRADIENTS),
         ("vision_untied", Layout(pp=2, vp=2), GRADIENTS),
         ("vision", Layout(tp=2), replace(GRADIENTS, packed=True)),
         ("vision", Layout(dp=2), replace(GRADIENTS, samples=("image", "images", *6 * ("text",)))),

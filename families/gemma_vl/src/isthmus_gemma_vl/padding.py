@@ -33,5 +33,6 @@ class _Detach:
         words: Any = module
         padding = args[0] == self.pad
         if words.reduce_scatter_embeddings:
-            padding = padding.T.chunk(words.tp_group.size())[words.tp_group.rank()]
+            # The result is laid out as the condition, and pipelines send contiguous tensors only.
+            padding = padding.T.contiguous().chunk(words.tp_group.size())[words.tp_group.rank()]
         return torch.where(padding[..., None], output.detach(), output)
