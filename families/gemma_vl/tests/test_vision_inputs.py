@@ -132,9 +132,18 @@ def test_layouts_and_choices_that_are_not_exact_are_refused() -> None:
     ("fields", "said"),
     [
         ({"mm_tokens_per_image": 8}, "mm_tokens_per_image=8, vision_config.image_size=24"),
-        ({"vision_config": {"model_type": "clip_vision_model"}}, "Gemma 3 has 'siglip_vision_model'"),
+        ({"vision_config": {"model_type": "clip_vision_model"}}, "expected 'siglip_vision_model'"),
+        ({"vision_config": {"num_attention_heads": 5}}, "vision_config.hidden_size=.*multiple of .*heads=5"),
+        ({"vision_config": {"hidden_act": "swiglu2"}}, "vision_config.hidden_act='swiglu2', expected one of"),
+        ({"vision_config": {"patch_size": 0}}, "vision_config.patch_size=0, expected a whole number, 1"),
+        ({"vision_config": {"image_size": "24"}}, "vision_config.image_size='24', expected a whole number"),
     ],
 )
 def test_a_tower_that_gemma_does_not_have_is_refused(fields: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        megatron_config(HFConfig(dict(HF.raw) | fields), frozenset())
+        megatron_config(HFConfig(merged(HF.raw, fields)), frozenset())
+
+
+def merged(raw: Any, fields: dict[str, Any]) -> dict[str, Any]:
+    """`raw` with other `fields`, those of its sections one by one."""
+    return {**raw, **{k: {**raw[k], **v} if isinstance(v, dict) else v for k, v in fields.items()}}

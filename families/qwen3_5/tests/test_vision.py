@@ -44,7 +44,7 @@ def on_rank(folder: Path, layout: Layout, request: Request, mutation: str) -> di
     ("variant", "layout", "request_"),
     [
         ("vision", Layout(tp=2), GRADIENTS),
-        ("vision_tied", Layout(pp=2), GRADIENTS),
+        ("vision_tied", Layout(pp=2, vp=2), GRADIENTS),
         ("vision_moe_fused_experts", Layout(ep=2), GRADIENTS),
         ("vision", Layout(tp=2, cp=2), GRADIENTS),
         ("vision_moe", Layout(tp=2, etp=2), replace(GRADIENTS, overrides={"delta_net": "megatron"})),
@@ -263,27 +263,49 @@ def test_a_rank_without_images_takes_part_in_reductions_that_overlap_the_backwar
         assert rel_rms(first[name], gradient) < FLOAT32.worst_gradient, name
 
 
-def text_outputs(folder: Path) -> dict[str, torch.Tensor]:
-    """Of a row of text: with positions of three axes, as HF gives them; the message about a padded row."""
+def single_rows(folder: Path) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Logits, Megatron's and HF's, of single rows by what is special in their inputs; refusals on the way."""
     Layout().resolved().initialize()
     bridge = AutoBridge.from_hf_pretrained(folder)
     model = bridge.build_model(bridge.get_model_config(params_dtype=torch.float32), wrap_with_ddp=False)
     bridge.load_hf_weights(model)
+    hf = reference.load(folder, torch.float32, vision=True).hf
     ids = torch.arange(1, 17)[None]
     spread = torch.stack([torch.arange(16) * step for step in (1, 2, 3)])[:, None]
     mask = torch.ones_like(ids)
+    # Two frames, which no processor gives of an image, and token ids that are not int64.
+    image = torch.full((8,), bridge.hf_config["image_token_id"])
+    frames = torch.cat([ids[0, :4], image, ids[0, 4:]])[None].int()
+    inputs = {
+        "pixel_values": torch.randn(32, 96, generator=torch.Generator().manual_seed(0)),
+        "image_grid_thw": torch.tensor([[2, 4, 4]]),
+        "mm_token_type_ids": (frames == image[0]).int(),
+    }
+    found = {}
     with torch.no_grad():
-        hf = reference.load(folder, torch.float32, vision=True).hf
-        found = {
-            "found": model[0](ids, attention_mask=mask, position_ids=spread),
-            "expected": hf(input_ids=ids, position_ids=spread).logits,
-        }
-        mask[0, 0] = 0
-        with pytest.raises(ValueError, match=r"attention_mask has padding in sample 0, .*: pack"):
-            model[0](ids, attention_mask=mask)
+        mine = model[0](ids, attention_mask=mask, position_ids=spread)
+        found["positions"] = mine, hf(input_ids=ids, position_ids=spread).logits
+        mine = model[0](frames, **inputs)
+        found["frames"] = mine, hf(input_ids=frames.long(), **inputs).logits
+        for kind, message, change in (
+            (ValueError, r"attention_mask has padding in sample 0, .*: pack", {"attention_mask": mask - 1}),
+            (ValueError, r"labels is \(1, 8\), expected \(1, 16\)", {"labels": ids[:, :8]}),
+            (ValueError, r"position_ids of row 0 are not 0, 1, 2", {"position_ids": ids}),
+            (ValueError, r"input_ids is \(16,\)", {"input_ids": ids[0]}),
+            (
+                ValueError,
+                r"pixel_values is \(16, 95\), expected .*, 96",
+                {"pixel_values": torch.ones(16, 95)},
+            ),
+            (LookupError, r"no argument 'image_grid'; it has .*image_grid_thw", {"image_grid": ids}),
+        ):
+            with pytest.raises(kind, match=message):
+                model[0](**{"input_ids": ids, **change})
     return found
 
 
-def test_positions_of_text_are_those_given_and_padding_is_refused(checkpoints: Callable[[str], Path]) -> None:
-    outputs = ranks.run(1, text_outputs, checkpoints("vision"))[0]
-    assert rel_rms(outputs["found"], outputs["expected"]) < FLOAT32.forward
+def test_a_row_of_any_inputs_gives_what_hugging_face_gives_or_is_refused(
+    checkpoints: Callable[[str], Path],
+) -> None:
+    for found, expected in ranks.run(1, single_rows, checkpoints("vision"))[0].values():
+        assert rel_rms(found, expected) < FLOAT32.forward

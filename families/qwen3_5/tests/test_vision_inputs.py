@@ -85,6 +85,16 @@ def a_patch_less(tokens: Tensor, inputs: dict[str, Tensor]) -> None:
     inputs["pixel_values"] = inputs["pixel_values"][1:]
 
 
+def replaced(**fields: Any) -> Callable[[Tensor, dict[str, Tensor]], None]:
+    """Each input by what a function makes of it."""
+
+    def change(tokens: Tensor, inputs: dict[str, Tensor]) -> None:
+        for name, make in fields.items():
+            inputs[name] = make(inputs[name])
+
+    return change
+
+
 def types_of_another(tokens: Tensor, inputs: dict[str, Tensor]) -> None:
     inputs["mm_token_type_ids"] = inputs["mm_token_type_ids"].flip(0)
 
@@ -102,20 +112,78 @@ def types_of_another(tokens: Tensor, inputs: dict[str, Tensor]) -> None:
         (without("image_grid_thw"), r"pixel_values without image_grid_thw"),
         (without("mm_token_type_ids"), r"sample 1: no mm_token_type_ids, of which mrope positions"),
         (types_of_another, r"samples 0, 1: mm_token_type_ids does not say"),
+        (without("pixel_values"), "image_grid_thw without pixel_values, of which the first pipeline stage"),
+        *(
+            (
+                replaced(image_grid_thw=make),
+                rf"image_grid_thw is {shape}, expected whole numbers \(images, 3\)",
+            )
+            for make, shape in (
+                (lambda grid: grid[0], r"\(3,\) of torch.int64"),
+                (lambda grid: grid[:, 1:], r"\(1, 2\) of torch.int64"),
+                (lambda grid: grid[None], r"\(1, 1, 3\) of torch.int64"),
+                (lambda grid: grid.float(), r"\(1, 3\) of torch.float32"),
+                (lambda grid: grid[:0], r"\(0, 3\) of torch.int64"),
+            )
+        ),
+        *(
+            (
+                replaced(image_grid_thw=lambda grid, to=to: torch.tensor([to])),
+                rf"image 0 .* is {text}, expected at",
+            )
+            for to, text in (
+                ([1, -4, -6], "1x-4x-6"),
+                ([0, 4, 6], "0x4x6"),
+                ([1, 3, 8], "1x3x8"),
+                ([1, 24, 1], "1x24x1"),
+            )
+        ),
+        (
+            replaced(pixel_values=lambda pixels: pixels[:, 1:]),
+            r"pixel_values is \(24, 95\), expected \(patches, 96\): 3 channels of 2x4x4",
+        ),
+        (replaced(pixel_values=lambda pixels: pixels[None]), r"pixel_values is \(1, 24, 96\), expected"),
+        (replaced(pixel_values=lambda pixels: pixels.flatten()), r"pixel_values is \(2304,\), expected"),
+        (
+            replaced(image_grid_thw=lambda grid: torch.tensor([[2, 4, 6]])),
+            "sample 1 has 6 image tokens in a row where image 0 of grid 2x4x6 has 12 features",
+        ),
     ],
 )
 def test_inputs_that_do_not_belong_together_name_the_sample(
     change: Callable[[Tensor, dict[str, Tensor]], None], message: str
 ) -> None:
     tokens, inputs = joined("text", "image")
-    check(tokens, [(0, 32)], None, VISION, MERGE, **inputs)
+    check(tokens, [(0, 32)], None, VISION, needs_pixels=True, **inputs)
     change(tokens, inputs)
     with pytest.raises(ValueError, match=message):
-        check(tokens, [(0, 32)], None, VISION, MERGE, **inputs)
+        check(tokens, [(0, 32)], None, VISION, needs_pixels=True, **inputs)
+
+
+def test_positions_of_one_axis_are_none_of_images() -> None:
+    tokens, inputs = joined("text", "image")
+    counted = torch.arange(32).expand(2, 32)
+    check(tokens[:1], [(0, 32)], counted[:1], VISION, needs_pixels=True)
+    with pytest.raises(
+        ValueError, match=r"sample 1: position_ids \(2, 32\) have one axis, .* give \(3, 2, 32\)"
+    ):
+        check(tokens, [(0, 32)], counted, VISION, needs_pixels=True, **inputs)
+
+
+def test_an_image_of_two_frames_has_the_tokens_that_hugging_face_gives_it() -> None:
+    tokens, inputs = joined("text", "image")
+    run = torch.full((12,), VISION["image_token_id"])
+    tokens = torch.stack([tokens[0], torch.cat([torch.arange(4), run, torch.arange(16)])])
+    inputs["image_grid_thw"] = torch.tensor([[2, 4, 6]])
+    inputs["pixel_values"] = inputs["pixel_values"].repeat(2, 1)
+    inputs["mm_token_type_ids"] = (tokens == VISION["image_token_id"]).int()
+    check(tokens, [(0, 32)], None, VISION, needs_pixels=True, **inputs)
+    found = positions(tokens, [(0, 32)], VISION, MERGE, **whole(inputs))
+    assert found[0, 1, 4:17].tolist() == [4] * 6 + [5] * 6 + [7]  # as many in time, then on after the width
 
 
 def test_a_packed_sequence_is_a_sample() -> None:
     tokens, inputs = joined("text", "image")
     del inputs["mm_token_type_ids"]
     with pytest.raises(ValueError, match="sample 1: no mm_token_type_ids"):
-        check(tokens.flatten()[None], [(0, 32), (32, 64)], None, VISION, MERGE, **inputs)
+        check(tokens.flatten()[None], [(0, 32), (32, 64)], None, VISION, needs_pixels=True, **inputs)

@@ -81,9 +81,20 @@ def sequence_bounds(packed: PackedSeqParams, tokens: int, batch: int) -> list[tu
     return [(start, stop) for start, stop in pairwise(starts) if stop > start]
 
 
+def boundaries(packed: PackedSeqParams | None) -> torch.Tensor | None:
+    """The sequences' starts and the last stop, in tokens of the packed layout as it lies in memory.
+
+    None for rows that are not packed. ValueError: a packed row that does not say.
+    """
+    return None if packed is None else _chosen(packed.cu_seqlens_q, packed.cu_seqlens_q_padded)
+
+
 def _cumulative(actual, padded) -> list[int]:
-    """The sequences' starts and the last stop, in tokens of the packed layout as it lies in memory."""
+    return _chosen(actual, padded).tolist()
+
+
+def _chosen(actual: torch.Tensor | None, padded: torch.Tensor | None) -> torch.Tensor:
     chosen = actual if padded is None else padded
     if chosen is None:
         raise ValueError("packed sequences need cu_seqlens_q and cu_seqlens_kv")
-    return chosen.tolist()
+    return chosen

@@ -4,6 +4,7 @@ Every argument of forward has whole rows, as HF's processor gives them; the mode
 of its context-parallel rank. docs/vision.md says when features are computed and how gradients flow.
 """
 
+import inspect
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -14,7 +15,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.models.gpt import GPTModelBuilder
 from torch import Tensor, nn
 
-from isthmus.hosting.sequence import Row, row
+from isthmus.hosting import vision_arguments
+from isthmus.hosting.sequence import Row, boundaries, row
 
 
 class VisionLanguageModel(GPTModel):
@@ -24,10 +26,12 @@ class VisionLanguageModel(GPTModel):
 
     Attributes:
         inputs: names of the vision inputs of forward.
+        axes: of positions; more than one where tokens of an image do not count alike.
         model_config: the VisionModelConfig it was built of.
     """
 
     inputs: ClassVar[tuple[str, ...]] = ()
+    axes: ClassVar[int] = 1
 
     model_config: Any
     vision_model: nn.Module
@@ -85,14 +89,28 @@ class VisionLanguageModel(GPTModel):
         needs all but the pixels.
 
         Raises:
-            ValueError: tokens and vision inputs do not belong together; the message names the samples.
+            LookupError: names arguments that there are not.
+            ValueError: lists arguments that are not of whole rows, or says that tokens and vision inputs do
+                not belong together and names the samples.
         """
         if decoder_input is not None:
             raise ValueError("decoder_input is what this model makes of input_ids and the vision inputs")
         inputs = {name: more.pop(name, None) for name in self.inputs}
+        megatrons = inspect.signature(GPTModel.forward).parameters
+        vision_arguments.check_names(more, [name for name in (*megatrons, *inputs) if name != "self"])
+        vision_arguments.check_ids(input_ids)
+        input_ids = input_ids.long()
         batch, length = input_ids.shape
         whole = row(
             packed_seq_params, length, batch, self.pg_collection.cp.size(), "zigzag", input_ids.device
+        )
+        per_token = {"labels": labels, "loss_mask": loss_mask}
+        if attention_mask is not None and (
+            not isinstance(attention_mask, Tensor) or attention_mask.dim() < 4
+        ):
+            per_token["attention_mask"] = attention_mask  # HF's processor's; Megatron's is (b, 1, s, s)
+        vision_arguments.check(
+            input_ids, boundaries(packed_seq_params), position_ids, per_token, inputs, self.axes
         )
         self.check(input_ids, whole, position_ids, **inputs)
         attention_mask = _without_padding(attention_mask)

@@ -4,7 +4,9 @@ from math import isqrt
 from typing import Any
 
 from isthmus.config import HFConfig
+from isthmus.config_values import raise_any
 from isthmus.decoder import check_head, decoder_config
+from isthmus.hosting.vision_config import tower_problems
 from isthmus_gemma_vl.names import HEADS, has_vision, image_token, text_config
 from isthmus_gemma_vl.ropes import FULL, SLIDING, ropes
 
@@ -63,11 +65,10 @@ def megatron_config(hf: HFConfig, keys: frozenset[str]) -> dict[str, Any]:
 def _vision(hf: HFConfig) -> dict[str, Any]:
     """What the tower is built of, and where its features go.
 
-    ValueError: a tower that is not SigLIP, or patches that do not make the tokens of an image.
+    ValueError: a tower that no SigLIP is, or patches that do not make the tokens of an image.
     """
     section, tokens = hf.section("vision_config"), hf["mm_tokens_per_image"]
-    if (kind := section.get("model_type", SIGLIP)) != SIGLIP:
-        raise ValueError(f"config.json: vision_config.model_type={kind!r}, Gemma 3 has {SIGLIP!r}")
+    raise_any(tower_problems(section, (SIGLIP,), "num_attention_heads"))
     config = {name: section[name] for name in VISION_FIELDS}
     size, patch, side = config["image_size"], config["patch_size"], isqrt(tokens)
     if side**2 != tokens or size % patch or size // patch % side:

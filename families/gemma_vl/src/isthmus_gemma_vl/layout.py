@@ -1,15 +1,14 @@
-"""What a layout must divide in Gemma 3, and which part of a checkpoint can be built."""
+"""Which layouts the attention among an image's tokens of Gemma 3 goes with."""
 
 from collections.abc import Mapping
 from typing import Any
 
-from isthmus.hosting import vision_config
 from isthmus.layout import Layout
 
 
 def problems(layout: Layout, fields: Mapping[str, Any]) -> list[str]:
     """Why the model cannot be built at this layout."""
-    found = vision_config.problems(fields)
+    found = []
     if fields.get("part") == "all" and layout.cp > 1:
         found.append(
             "bidirectional image attention under context parallelism: an image's tokens may lie on several"

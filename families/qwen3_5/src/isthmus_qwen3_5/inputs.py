@@ -7,9 +7,12 @@ together; a video's stand together for each of its t frames, with text between.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from isthmus.hosting.vision_arguments import whole_numbers
 
 NAMES = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", "mm_token_type_ids")
 
@@ -42,18 +45,25 @@ def check(
     input_ids: Tensor,
     bounds: Sequence[tuple[int, int]],
     position_ids: Tensor | None,
-    tokens: dict[str, int],
-    merge: int,
+    vision: dict[str, Any],
+    *,
+    needs_pixels: bool,
     **inputs: Tensor | None,
 ) -> None:
     """ValueError, a line for each problem, that names samples by their number in the batch, from 0.
 
-    A sample is a row of `input_ids` (b, s) or, of a packed row, the sequence within `bounds`. Pixels may be
-    absent here: a later pipeline stage does without.
+    A sample is a row of `input_ids` (b, s) or, of a packed row, the sequence within `bounds`.
+
+    Args:
+        vision: of the model config.
+        needs_pixels: whether features are computed here: a later pipeline stage does without.
     """
-    types = token_types(input_ids, tokens)
+    types = token_types(input_ids, vision)
     samples = [row[start:stop].tolist() for row in types for start, stop in bounds]
-    lines = [line for kind in KINDS for line in _kind(kind, samples, tokens, merge, inputs)]
+    lines: list[str] = []
+    for kind in KINDS:
+        shapes = list(_shapes(kind, vision["config"], inputs, needs_pixels))
+        lines += shapes or _counts(kind, samples, vision, inputs)
     given = inputs.get("mm_token_type_ids")
     if given is not None and given.shape != input_ids.shape:
         lines.append(f"mm_token_type_ids is {tuple(given.shape)}, input_ids {tuple(input_ids.shape)}")
@@ -62,11 +72,14 @@ def check(
         wrong = [i for i, sample in enumerate(samples) if sample != stated[i]]
         if wrong:
             lines.append(f"{_samples(wrong)}: mm_token_type_ids does not say what input_ids does")
-    three = position_ids is not None and position_ids.dim() == 3
-    if position_ids is not None and three and position_ids.shape != (3, *input_ids.shape):
-        lines.append(f"position_ids is {tuple(position_ids.shape)}, expected {(3, *input_ids.shape)}")
     seen = [i for i, sample in enumerate(samples) if any(sample)]
-    if seen and given is None and not three:
+    three = position_ids is not None and position_ids.dim() == 3
+    if seen and position_ids is not None and not three:
+        lines.append(
+            f"{_samples(seen)}: position_ids {tuple(position_ids.shape)} have one axis, those of images and"
+            f" videos three. Leave them out, or give {(3, *input_ids.shape)}"
+        )
+    elif seen and given is None and not three:
         lines.append(
             f"{_samples(seen)}: no mm_token_type_ids, of which mrope positions are made. Give what the"
             " processor returned, or position_ids (3, b, s)"
@@ -75,28 +88,58 @@ def check(
         raise ValueError("vision inputs and tokens do not belong together:\n  " + "\n  ".join(lines))
 
 
-def _kind(
-    kind: Kind, samples: list[list[int]], tokens: dict[str, int], merge: int, inputs: dict[str, Tensor | None]
+def _shapes(
+    kind: Kind, tower: dict[str, Any], inputs: dict[str, Tensor | None], needs_pixels: bool
 ) -> Iterator[str]:
-    """What is wrong with the inputs of one kind, a line each."""
+    """What is wrong with the inputs of one kind by themselves, a line each."""
+    grid, pixels, merge = inputs.get(kind.grid), inputs.get(kind.pixels), tower["spatial_merge_size"]
+    width = tower["in_channels"] * tower["temporal_patch_size"] * tower["patch_size"] ** 2
+    if pixels is not None and (pixels.dim() != 2 or pixels.size(1) != width):
+        yield (
+            f"{kind.pixels} is {tuple(pixels.shape)}, expected (patches, {width}): {tower['in_channels']}"
+            f" channels of {tower['temporal_patch_size']}x{tower['patch_size']}x{tower['patch_size']}"
+        )
+    if grid is None:
+        if pixels is not None:
+            yield f"{kind.pixels} without {kind.grid}"
+        return
+    if pixels is None and needs_pixels:
+        yield f"{kind.grid} without {kind.pixels}, of which the first pipeline stage computes features"
+    if grid.dim() != 2 or grid.size(1) != 3 or not len(grid) or not whole_numbers(grid):
+        yield (
+            f"{kind.grid} is {tuple(grid.shape)} of {grid.dtype}, expected whole numbers ({kind.name}s, 3),"
+            f" and no {kind.grid} where there is no {kind.name}"
+        )
+        return
+    for number, (t, h, w) in enumerate(grid.tolist()):
+        if min(t, h, w) < 1 or h % merge or w % merge:
+            yield (
+                f"{kind.name} {number} of {kind.grid} is {t}x{h}x{w}, expected at least one frame, and height"
+                f" and width in multiples of spatial_merge_size={merge}"
+            )
+
+
+def _counts(
+    kind: Kind, samples: list[list[int]], vision: dict[str, Any], inputs: dict[str, Tensor | None]
+) -> Iterator[str]:
+    """Where tokens, grids and pixels of one kind do not agree, a line each."""
     grid, pixels = inputs.get(kind.grid), inputs.get(kind.pixels)
+    merged = vision["config"]["spatial_merge_size"] ** 2
     counts = {i: n for i, sample in enumerate(samples) if (n := sample.count(kind.type_id))}
     if grid is None:
         if counts:
             found = ", ".join(f"sample {i} has {n}" for i, n in counts.items())
             yield (
-                f"{found} {kind.name} tokens ({kind.token}={tokens[kind.token]}), and there is no"
+                f"{found} {kind.name} tokens ({kind.token}={vision[kind.token]}), and there is no"
                 f" {kind.pixels} with {kind.grid}"
             )
-        if pixels is not None:
-            yield f"{kind.pixels} without {kind.grid}"
         return
     patches = int(grid.prod(-1).sum())
     if pixels is not None and len(pixels) != patches:
         yield f"{kind.pixels} has {len(pixels)} patches, {kind.grid} counts {patches}"
-    # A video's frames have a run of tokens each.
+    # A video's frames have a run of tokens each, those of an image, which has one, stand together.
     wanted = [
-        (number, h * w // merge**2, f"{t}x{h}x{w}")
+        (number, h * w // merged * (1 if kind is VIDEO else t), f"{t}x{h}x{w}")
         for number, (t, h, w) in enumerate(grid.tolist())
         for _ in range(t if kind is VIDEO else 1)
     ]

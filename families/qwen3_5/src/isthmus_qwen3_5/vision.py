@@ -19,6 +19,7 @@ class Qwen35Model(VisionLanguageModel):
     """A VisionLanguageModel that takes what HF's Qwen3VLProcessor returns."""
 
     inputs: ClassVar[tuple[str, ...]] = NAMES
+    axes: ClassVar[int] = 3  # time, height and width
 
     def build_tower(self, model_config: Any) -> nn.Module:
         """HF's Qwen3_5VisionModel, its merger included."""
@@ -27,16 +28,11 @@ class Qwen35Model(VisionLanguageModel):
     def check(
         self, input_ids: Tensor, row: Row, position_ids: Tensor | None, **inputs: Tensor | None
     ) -> None:
-        """ValueError: see :func:`isthmus_qwen3_5.inputs.check`; on the first stage also: grids alone."""
+        """ValueError: see :func:`isthmus_qwen3_5.inputs.check`; only the first stage needs pixels."""
         vision = self.model_config.vision
-        vision_inputs.check(input_ids, row.bounds, position_ids, vision, self._merge, **inputs)
-        alone = [
-            f"{kind.grid} without {kind.pixels}"
-            for kind in KINDS
-            if self.pre_process and inputs[kind.grid] is not None and inputs[kind.pixels] is None
-        ]
-        if alone:
-            raise ValueError(f"{', '.join(alone)}: the first pipeline stage computes features of pixels")
+        vision_inputs.check(
+            input_ids, row.bounds, position_ids, vision, needs_pixels=self.pre_process, **inputs
+        )
 
     def features(self, input_ids: Tensor, **inputs: Tensor | None) -> tuple[Tensor, Tensor] | None:
         """Of images and videos, which HF's model runs apart too."""
