@@ -43,9 +43,7 @@ class Rate:
         writes = self.function in ("export", "import_quantised")
         out = {"out": str(scratch / "export")} if writes else {}
         if self.function.endswith("quantised"):
-            out["quantised"] = str(scratch / "quantised")
-            if not (scratch / "quantised").exists():
-                run(1, "checkpoint:quantise", folder, out["quantised"], timeout=3600)
+            out["quantised"] = _quantised(folder, scratch)
         # The first rank sees all others finish before it stops its clock.
         seconds = _run(self.function, LAYOUTS[self.layout], folder, repeats=repeats, **out)[0]
         found = measure.ratio(seconds, "reference", "isthmus")
@@ -71,20 +69,23 @@ RATES = [
 ]
 
 
-def memory(layout: str, folder: str, scratch: Path) -> list[dict[str, Any]]:
-    """The rows of bytes read and of memory above the built model, for the worst rank of a layout."""
+def memory(layout: str, folder: str, scratch: Path, files: str = "") -> list[dict[str, Any]]:
+    """The rows of bytes read and of memory above the built model, for the worst rank of a layout.
+
+    `files` says in a row's name what is read where it is not bf16.
+    """
     ranks = _run("memory", LAYOUTS[layout], folder, out=str(scratch / "export"))
     worst = {name: max(rank[name] for rank in ranks) for name in ranks[0]}
     room = MEMORY * worst["model"]
     rows = [
         _row(
-            f"memory of import, {layout}",
+            f"memory of import{files}, {layout}",
             f"{MEMORY:.0%} of the rank's model, its largest tensor",
             worst["import"],
             room + worst["largest_held"],
         ),
         _row(
-            f"memory of export, {layout}",
+            f"memory of export{files}, {layout}",
             f"{MEMORY:.0%} of the rank's model, the largest tensor and its shards",
             worst["export"],
             room + 2 * worst["largest"],
@@ -97,6 +98,14 @@ def memory(layout: str, folder: str, scratch: Path) -> list[dict[str, Any]]:
         own = whole - experts + experts // 2
         rows.append(_row("bytes read, ep2", "half of the experts, all else", worst["read"], own))
     return rows
+
+
+def _quantised(folder: str, scratch: Path) -> str:
+    """The folder of the same checkpoint in FP8, made on first use."""
+    target = scratch / "quantised"
+    if not target.exists():
+        run(1, "checkpoint:quantise", folder, str(target), timeout=3600)
+    return str(target)
 
 
 MIXERS = ("delta net", "attention")
@@ -202,6 +211,9 @@ def main() -> int:
                 print(f"{rows[-1]['what']}: {rows[-1]['found']}", file=sys.stderr)
         for layout in LAYOUTS:
             rows += [row for row in memory(layout, folder, scratch) if options.only in row["what"]]
+        if any(options.only in f"memory of {way}, FP8 files, 1 rank" for way in ("import", "export")):
+            found = memory("1 rank", _quantised(folder, scratch), scratch, ", FP8 files")
+            rows += [row for row in found if options.only in row["what"]]
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return report(rows, f"{options.shape}: {nbytes / 1e9:.2f} GB in {tensors:,} tensors. ", options)

@@ -157,7 +157,10 @@ class DequantisedReader:
             shape = self.stored.slice(stated).tolist()
             if shape != list(item.shape[-2:]):
                 raise ValueError(f"{self.folder}: {stated} says {shape}, {item.codes} holds {item.shape}")
-        return scales_of(item, small_parts(item, self.stored, index), self.dtype)
+        try:
+            return scales_of(item, _unchecked_parts(item, self.stored, index), self.dtype)
+        except ValueError as error:
+            raise ValueError(f"{self.folder}: {error}") from error
 
 
 def small_parts(item: Quantised, stored: Any, index: int | None) -> dict[str, Tensor]:
@@ -166,6 +169,15 @@ def small_parts(item: Quantised, stored: Any, index: int | None) -> dict[str, Te
     `stored` has `folder`, `tensors` and `slice` of :class:`CheckpointReader`. ValueError: a scale is NaN,
     Inf or negative.
     """
+    found = _unchecked_parts(item, stored, index)
+    try:
+        check_parts(item, found)
+    except ValueError as error:
+        raise ValueError(f"{stored.folder}: {error}") from error
+    return found
+
+
+def _unchecked_parts(item: Quantised, stored: Any, index: int | None) -> dict[str, Tensor]:
     *_, rows, cols = item.shape
     found = {}
     for role, shape in item.codec.shapes(rows, cols, item.block).items():
@@ -173,9 +185,6 @@ def small_parts(item: Quantised, stored: Any, index: int | None) -> dict[str, Te
             continue
         name = item.parts[role]
         shared = prod(stored.tensors[name].shape) == prod(shape)  # by all matrices of a stack
-        found[role] = stored.slice(name, index=None if shared else index).reshape(shape)
-    try:
-        check_parts(item, found)
-    except ValueError as error:
-        raise ValueError(f"{stored.folder}: {error}") from error
+        part = stored.slice(name, index=None if shared else index)
+        found[role] = part if part.shape == shape else part.reshape(shape)
     return found

@@ -27,28 +27,23 @@ def apply_(
     height, width = block
     rows, cols = values.shape
     first, last = col // width, -(-(col + cols) // width)
-    whole = col % width == 0 and cols % width == 0
-
-    def on(part: Tensor, numbers: Tensor) -> None:
-        """`part` (n, cols) with `numbers` (n or 1, blocks)."""
-        if last - first == 1:
-            op(part, numbers)
-        elif whole:
-            op(part.view(len(part), -1, width), numbers[:, :, None])
-        else:
-            begin = col - first * width
-            op(part, numbers.repeat_interleave(width, 1)[:, begin : begin + cols])
-
-    if height == 1:
-        on(values, grid[row : row + rows, first:last])
-        return
-    if whole and row % height == 0 and rows % height == 0:  # the usual case in one step
-        numbers = grid[row // height : (row + rows) // height, first:last]
-        op(values.view(rows // height, height, last - first, width), numbers[:, None, :, None])
-        return
-    for number in range(row // height, -(-(row + rows) // height)):
-        begin, end = max(number * height - row, 0), min((number + 1) * height - row, rows)
-        on(values[begin:end], grid[number : number + 1, first:last])
+    top, bottom = row // height, -(-(row + rows) // height)
+    numbers = grid[top:bottom, first:last]
+    if last - first > 1:
+        if height == 1 and col % width == 0 and cols % width == 0:
+            op(values.view(rows, -1, width), numbers[:, :, None])
+            return
+        # One number a column: rows that lie as the values do are many times faster than runs of a block.
+        begin = col - first * width
+        numbers = numbers.repeat_interleave(width, 1)[:, begin : begin + cols]
+    if height == 1 or bottom - top == 1:
+        op(values, numbers)
+    elif row % height == 0 and rows % height == 0:
+        op(values.view(bottom - top, height, cols), numbers[:, None])
+    else:
+        for number in range(top, bottom):
+            begin, end = max(number * height - row, 0), min((number + 1) * height - row, rows)
+            op(values[begin:end], numbers[number - top])
 
 
 def extremes(values: Tensor, block: Block) -> tuple[Tensor, Tensor]:

@@ -8,6 +8,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,17 +25,21 @@ class _Own(threading.local):
 
     def __init__(self) -> None:
         self.tensors: dict[torch.dtype, Tensor] = {}
+        self.views: dict[torch.dtype, Tensor] = {}  # the last ones: experts are all of one shape
 
 
 _own = _Own()
 
 
-def scratch(dtype: torch.dtype, rows: int, cols: int) -> Tensor:
-    """This thread's one tensor of a dtype, as (rows, cols): new memory costs more than what is done in it."""
-    kept = _own.tensors.get(dtype)
-    if kept is None or kept.numel() < rows * cols:
-        kept = _own.tensors[dtype] = torch.empty(max(CHUNK, rows * cols), dtype=dtype)
-    return kept[: rows * cols].view(rows, cols)
+def scratch(dtype: torch.dtype, shape: torch.Size) -> Tensor:
+    """This thread's one tensor of a dtype, in a shape: new memory costs more than what is done in it."""
+    view = _own.views.get(dtype)
+    if view is None or view.shape != shape:
+        kept = _own.tensors.get(dtype)
+        if kept is None or kept.numel() < shape.numel():
+            kept = _own.tensors[dtype] = torch.empty(max(CHUNK, shape.numel()), dtype=dtype)
+        view = _own.views[dtype] = kept[: shape.numel()].view(shape)
+    return view
 
 
 class Codec(ABC):
@@ -94,11 +99,27 @@ class Quantised:
         return self.parts[CODES]
 
 
+class Grids(NamedTuple):
+    """What the decoded numbers of each block are multiplied by, and what is subtracted from them before."""
+
+    scale: Tensor
+    zero: Tensor | None
+    unit: float  # all numbers are multiplied by this one first
+
+    @classmethod
+    def of(cls, codec: Codec, scale: Tensor, zero: Tensor | None, largest: float | None = None) -> "Grids":
+        """The codec's unit is part of the scales where float32 has the product; `largest` is that of them."""
+        unit = codec.unit
+        if unit != 1 and (scale.amax().item() if largest is None else largest) * unit <= _LARGEST:
+            scale, unit = scale * unit, 1.0
+        return cls(scale, zero, unit)
+
+
 def dequantise(
     codec: Codec,
     block: Block,
     codes: Tensor,
-    grids: tuple[Tensor, Tensor | None],
+    grids: Grids,
     out: Tensor,
     *,
     row: int = 0,
@@ -111,10 +132,7 @@ def dequantise(
     rows, cols = out.shape
     if rows == 0 or cols == 0:
         return out
-    scale, zero = grids
-    unit = codec.unit
-    if unit != 1 and scale.amax().item() * unit <= _LARGEST:
-        scale, unit = scale * unit, 1.0
+    scale, zero, unit = grids
     skipped = col % codec.word
     step = max(1, CHUNK // (codes.numel() // rows * codec.word))
     if step > block[0]:
@@ -168,7 +186,7 @@ def requantise(
     if parts is not None:
         found = dict(parts) if CODES in parts else quantise(codec, block, values, dtypes, parts)
         again = torch.empty(values.shape, dtype=dtype)
-        dequantise(codec, block, found[CODES], codec.grids(parts), again)
+        dequantise(codec, block, found[CODES], Grids.of(codec, *codec.grids(parts)), again)
         if torch.equal(again.float(), values.float()):
             return found
     if not torch.isfinite(values).all():

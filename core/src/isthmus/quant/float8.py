@@ -37,15 +37,15 @@ class Float8(Codec):
         # e4m3 has one NaN and no Inf; e5m2 has both in its last exponent. Of signed bytes positive ones are
         # the largest, of unsigned bytes the negative ones.
         invalid = 0x7F if self.dtype == torch.float8_e4m3fn else 0x7C
-        positive, negative = codes.view(torch.int8).max().item(), codes.view(torch.uint8).max().item()
-        if positive >= invalid or negative >= 0x80 + invalid:
+        signed = codes.view(torch.int8)
+        if signed.max().item() >= invalid or codes.view(torch.uint8).max().item() >= 0x80 + invalid:
             raise ValueError(f"a code of {self.label} is NaN or Inf")
-        bits = scratch(torch.int16, *codes.shape).copy_(codes.view(torch.int8))
-        if self.dtype == torch.float8_e4m3fn:
-            bits.bitwise_left_shift_(7).bitwise_and_(0xBF80 - 0x10000)  # drops the sign's copy in bit 14
+        bits = scratch(torch.int16, codes.shape).copy_(signed)
+        if self.dtype == torch.float8_e4m3fn:  # a product is a shift, which torch has slower
+            bits.mul_(0x80).bitwise_and_(0xBF80 - 0x10000)  # drops the sign's copy in bit 14
         else:
-            bits.bitwise_left_shift_(8)
-        return scratch(torch.float32, *codes.shape).copy_(bits.view(torch.float16))
+            bits.mul_(0x100)
+        return scratch(torch.float32, codes.shape).copy_(bits.view(torch.float16))
 
     def encode(self, numbers: Tensor) -> Tensor:
         return numbers.clamp(-self.largest, self.largest).to(self.dtype)

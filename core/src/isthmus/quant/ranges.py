@@ -10,7 +10,7 @@ from math import isfinite
 import torch
 from torch import Tensor
 
-from isthmus.quant.codec import CODES, Quantised, dequantise
+from isthmus.quant.codec import CODES, Grids, Quantised, dequantise
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,39 +19,40 @@ class Scales:
 
     scale: Tensor
     zero: Tensor | None
+    grids: Grids  # of the two
     large: bool  # the outermost code is too large for the dtype in some block
     lost: Tensor | None  # blocks in which every code would be 0; None where there are none
 
-    @property
-    def grids(self) -> tuple[Tensor, Tensor | None]:
-        """As :meth:`Codec.grids`."""
-        return self.scale, self.zero
 
-
-def check_parts(item: Quantised, parts: Mapping[str, Tensor]) -> None:
-    """ValueError where a scale among `parts` is NaN, Inf or negative, or the product of two is."""
-    for role, part in parts.items():
-        if role == CODES or not part.is_floating_point():
-            continue
-        low, high = _extremes(part.float())
+def check_parts(item: Quantised, parts: Mapping[str, Tensor]) -> tuple[float, float]:
+    """The least and the largest scale. ValueError: one in `parts`, or a product, is NaN, Inf or negative."""
+    floats = {role: part for role, part in parts.items() if role != CODES and part.is_floating_point()}
+    found = 1.0, 1.0
+    for role, part in floats.items():
+        low, high = found = _extremes(part.float())
         if not (isfinite(low) and isfinite(high)):
             raise ValueError(f"{item.parts[role]}: a scale is NaN or Inf")
         if low < 0:
             raise ValueError(f"{item.parts[role]}: a scale is negative: {low:g}")
-    if not all(map(isfinite, _extremes(item.codec.grids(parts)[0]))):
+    if len(floats) == 1:
+        return found
+    found = _extremes(item.codec.grids(parts)[0])
+    if not all(map(isfinite, found)):
         raise ValueError(f"{' with '.join(_scale_names(item))}: a scale is NaN or Inf")
+    return found
 
 
 def scales_of(item: Quantised, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Scales:
-    """The scales of a matrix from its `parts` beside the codes, for values in `dtype`."""
+    """The scales of a matrix from its `parts` beside the codes, for values in `dtype`. Raises as above."""
+    least, largest = check_parts(item, parts)
     scale, zero = item.codec.grids(parts)
-    low, high = (number * item.codec.largest for number in _extremes(scale))
+    low, high = least * item.codec.largest, largest * item.codec.largest
     limits, lost = torch.finfo(dtype), None
     if low < limits.tiny:
-        largest = scale.double() * item.codec.largest
-        lost = (largest.to(dtype) == 0) & ~_rounded_to_zero(parts)
+        outermost = scale.double() * item.codec.largest
+        lost = (outermost.to(dtype) == 0) & ~_rounded_to_zero(parts)
         lost = lost if lost.any() else None
-    return Scales(scale, zero, high > limits.max, lost)
+    return Scales(scale, zero, Grids.of(item.codec, scale, zero, largest), high > limits.max, lost)
 
 
 def check_values(
@@ -65,11 +66,19 @@ def check_values(
     numbers = torch.empty(values.shape)
     at = {"row": row, "col": col}
     if (wrong is None or not wrong.any()) and scales.lost is not None:
-        lost = dequantise(item.codec, item.block, codes, (scales.lost.float(), scales.zero), numbers, **at)
+        lost = dequantise(
+            item.codec,
+            item.block,
+            codes,
+            Grids.of(item.codec, scales.lost.float(), scales.zero),
+            numbers,
+            **at,
+        )
         wrong, what = lost != 0, f"is 0 in {values.dtype}, as all codes of its block would be"
     if wrong is None or not wrong.any():
         return
-    dequantise(item.codec, item.block, codes, (torch.ones_like(scales.scale), scales.zero), numbers, **at)
+    ones = Grids.of(item.codec, torch.ones_like(scales.scale), scales.zero)
+    dequantise(item.codec, item.block, codes, ones, numbers, **at)
     i, j = wrong.nonzero()[0].tolist()
     code = numbers[i, j].item()
     scale = scales.scale[(row + i) // item.block[0], (col + j) // item.block[1]].item()
