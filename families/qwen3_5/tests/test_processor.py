@@ -1,0 +1,133 @@
+"""What HF's own processor returns of real images and frames goes into the hosted model as it is."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from isthmus.bridge import AutoBridge
+from isthmus.config import HFConfig
+from isthmus.layout import Layout
+from isthmus.testing import ranks, reference
+from isthmus.testing.numerics import FLOAT32, rel_rms
+from isthmus_qwen3_5.config import megatron_config
+from isthmus_qwen3_5.inputs import KINDS, NAMES, check, token_types
+from isthmus_qwen3_5.tiny import SHRUNK_TOKENS, SHRUNK_VISION, VISION, tiny_config, vision_language
+
+WORDS = "user assistant what do you see in the image video and first second seconds compare a cat ."
+MARKS = {
+    "<|image_pad|>": SHRUNK_TOKENS["image_token_id"],
+    "<|video_pad|>": SHRUNK_TOKENS["video_token_id"],
+    "<|vision_start|>": SHRUNK_TOKENS["vision_start_token_id"],
+    "<|vision_end|>": SHRUNK_TOKENS["vision_end_token_id"],
+    "<|im_start|>": 145,
+    "<|im_end|>": 146,
+}
+IMAGE, VIDEO = (f"<|vision_start|><|{kind}_pad|><|vision_end|>" for kind in ("image", "video"))
+
+
+def processor() -> Any:
+    """A Qwen3VLProcessor for the tiny tower, with a tokenizer of a few words."""
+    from tokenizers import AddedToken, Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+    from transformers import PreTrainedTokenizerFast, Qwen2VLImageProcessor, Qwen3VLProcessor
+    from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
+
+    words = {word: i for i, word in enumerate(WORDS.split())}
+    tokens = Tokenizer(WordLevel({**words, **MARKS, "?": 144}, unk_token="?"))
+    tokens.pre_tokenizer = Whitespace()
+    tokens.add_special_tokens([AddedToken(mark, special=True) for mark in MARKS])
+    sizes = {
+        "patch_size": SHRUNK_VISION["patch_size"],
+        "merge_size": VISION["spatial_merge_size"],
+        "temporal_patch_size": VISION["temporal_patch_size"],
+    }
+    return Qwen3VLProcessor(
+        Qwen2VLImageProcessor(size={"shortest_edge": 64, "longest_edge": 4096}, **sizes),
+        PreTrainedTokenizerFast(tokenizer_object=tokens, unk_token="?"),
+        Qwen3VLVideoProcessor(
+            size={"shortest_edge": 64, "longest_edge": 4096},
+            do_sample_frames=False,
+            cap_pixels_per_frame=False,
+            **sizes,
+        ),
+    )
+
+
+def picture(width: int, height: int, seed: int) -> Any:
+    """A PIL image with an edge in it, and noise."""
+    from PIL import Image
+
+    generator = torch.Generator().manual_seed(seed)
+    pixels = torch.randint(120, (height, width, 3), generator=generator, dtype=torch.uint8)
+    pixels[: height // 2, :, 0] += 120
+    return Image.fromarray(pixels.numpy())
+
+
+def conversations() -> list[dict[str, Any]]:
+    """What the processor returns of each."""
+    process, frames = processor(), [picture(24, 16, seed) for seed in range(5)]
+    metadata = {"total_num_frames": 5, "fps": 2.0, "frames_indices": list(range(5))}
+
+    def turn(text: str) -> str:
+        return f"<|im_start|>user {text}<|im_end|><|im_start|>assistant a cat .<|im_end|>"
+
+    return [
+        process(text=[turn(text)], return_tensors="pt", **given)
+        for text, given in (
+            (
+                f"{IMAGE} what do you see in the first image and in the second {IMAGE}",
+                {"images": [picture(40, 22, 7), picture(17, 33, 8)]},
+            ),
+            ("what do you see", {}),
+            (
+                f"compare {IMAGE} and {VIDEO} .",
+                {"images": [picture(24, 24, 9)], "videos": [frames], "video_metadata": [metadata]},
+            ),
+        )
+    ]
+
+
+def logits(folder: Path, layout: Layout) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Megatron's and HF's, of the conversations one by one, and of all in a packed row."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    layout.initialize()
+    bridge = AutoBridge.from_hf_pretrained(folder)
+    fields = {"params_dtype": torch.float32, **layout.config_overrides()}
+    model = bridge.build_model(bridge.get_model_config(**fields))[0]
+    bridge.load_hf_weights(model)
+    hf = reference.load(folder, torch.float32, vision=True).hf
+    given = [dict(each) for each in conversations()]
+    with torch.no_grad():
+        expected = [hf(**inputs).logits for inputs in given]
+        found = [model(**inputs) for inputs in given]
+        ends = torch.tensor([0, *(inputs["input_ids"].size(1) for inputs in given)]).cumsum(0).int()
+        longest = int(ends.diff().max())
+        row: dict[str, Any] = {}
+        for name in dict.fromkeys(name for inputs in given for name in inputs):
+            of_tokens = name in ("input_ids", "attention_mask", "mm_token_type_ids")
+            parts = [inputs[name] for inputs in given if name in inputs]
+            row[name] = torch.cat(parts, dim=1 if of_tokens else 0)
+        packed = PackedSeqParams("thd", ends, ends, max_seqlen_q=longest, max_seqlen_kv=longest)
+        found.append(model(**row, packed_seq_params=packed))
+    return list(zip(found, [*expected, torch.cat(expected, dim=1)], strict=True))
+
+
+def test_a_processors_conversations_give_hugging_faces_logits(checkpoints: Callable[[str], Path]) -> None:
+    for found, expected in ranks.run(1, logits, checkpoints("vision"), Layout().resolved())[0]:
+        assert rel_rms(found, expected) < FLOAT32.forward
+
+
+def test_the_family_counts_tokens_and_patches_as_the_processor_does() -> None:
+    vision = megatron_config(HFConfig(vision_language(tiny_config())), frozenset())["vision"]
+    grids = []
+    for inputs in conversations():
+        ids, (given, types) = inputs["input_ids"], (dict(inputs), inputs["mm_token_type_ids"])
+        given = {name: given[name] for name in NAMES if name in given}
+        check(ids, [(0, ids.size(1))], None, vision, needs_pixels=True, **given)
+        assert torch.equal(token_types(ids, vision), types)
+        grids += [given[kind.grid].tolist() for kind in KINDS if kind.grid in given]
+    assert grids == [[[1, 6, 10], [1, 8, 4]], [[1, 6, 6]], [[3, 4, 6]]]
