@@ -90,6 +90,36 @@ def test_fp8_blocks_make_the_model_of_their_numbers_and_come_back_code_by_code(t
     assert (source / "config.json").read_text() == (tmp_path / "again" / "config.json").read_text()
 
 
+def without_mtp(folder: Path, out: Path) -> None:
+    Layout().initialize()
+    bridge = AutoBridge.from_hf_pretrained(folder)
+    model = bridge.build_model(bridge.get_model_config(mtp_num_layers=None))
+    bridge.load_hf_weights(model)
+    bridge.save_hf_pretrained(model, out / "plain", max_shard_size="100KB")
+    bridge.save_hf_pretrained(model, out / "source", max_shard_size="100KB", dtype="source")
+
+
+def test_an_added_layer_brings_no_scales_into_a_plain_checkpoint_and_the_total_is_exact(
+    tmp_path: Path,
+) -> None:
+    """KF 115: what the model lacks comes from the source, as numbers where numbers are written."""
+    source = tmp_path / "fp8"
+    write_tiny(FAMILY, source, "default+fp8_block", seed=1)
+    plain_copy(source, tmp_path / "expected")
+    ranks.run(1, without_mtp, source, tmp_path)
+    for out, expected in (("plain", tmp_path / "expected"), ("source", source)):
+        index = json.loads((tmp_path / out / "model.safetensors.index.json").read_text())
+        files = sorted((tmp_path / out).glob("*.safetensors"))
+        found = [load_file(path) for path in files]
+        assert len(files) > 3
+        assert sum(map(len, found)) == len(index["weight_map"]), "no tensor is in two files"
+        assert index["metadata"]["total_size"] == sum(t.nbytes for each in found for t in each.values())
+        tensors = {name: tensor for each in found for name, tensor in each.items()}
+        stated = load_file(expected / "model.safetensors")
+        assert tensors.keys() == stated.keys() == index["weight_map"].keys()
+        assert [name for name in stated if not same_bits(tensors[name], stated[name])] == []
+
+
 @pytest.mark.parametrize("storage", QUANTISED)
 def test_partial_blocks_and_groups_mean_the_same_to_the_reader_and_to_the_plain_copy(
     tmp_path: Path, storage: str
