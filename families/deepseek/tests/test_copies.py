@@ -1,7 +1,7 @@
 """What is whole on every tensor-parallel rank stays the same on all of them while a model trains (KF 69).
 
-Latents, norms, routers, V3.2's indexer: each rank computes a gradient of its own heads or tokens, and only their
-sum is the parameter's. test_verify.py compares that sum with Hugging Face's gradient.
+Latents, norms, routers, V3.2's indexer: each rank computes a gradient of its own heads or tokens, and only
+their sum is the parameter's. test_verify.py compares that sum with Hugging Face's gradient.
 """
 
 from collections.abc import Callable
