@@ -303,14 +303,15 @@ class FamilyTests:
         self, reload_case: Case, trips: Trips, checkpoint: Callable[[str], Path]
     ) -> None:
         source, (exported, _) = checkpoint(reload_case.variant), trips(reload_case)
-        model = reference.load(exported, torch.float32).hf
+        vision = "vision_config" in self.variants()[reload_case.variant].config
+        model = reference.load(exported, torch.float32, vision=vision).hf
         _, info = type(model).from_pretrained(exported, output_loading_info=True)
         known = self._prediction(self.variants()[reload_case.variant])
         strange = info["unexpected_keys"] - known
         assert not strange | info["missing_keys"] | info["mismatched_keys"]
         tokens = torch.arange(2, 42, device=model.device)[None]
         with torch.no_grad():
-            expected = reference.load(source, torch.float32).hf(tokens).logits
+            expected = reference.load(source, torch.float32, vision=vision).hf(tokens).logits
             assert torch.equal(model(tokens).logits, expected)
 
 
@@ -334,7 +335,8 @@ def _disagreements(p: LiveParameter, layout: Layout) -> Iterator[str]:
 
 def _uneven(layout: Layout, variant: Variant) -> Layout:
     """The layout, with a pipeline layout of its own where the variant's layers do not divide evenly."""
-    layers, stages = variant.config["num_hidden_layers"], layout.pp * layout.vp
+    text = variant.config.get("text_config", variant.config)
+    layers, stages = text["num_hidden_layers"], layout.pp * layout.vp
     if layers % stages == 0:
         return layout
     counts = [layers // stages + (stage < layers % stages) for stage in range(stages)]
