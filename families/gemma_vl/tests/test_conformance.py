@@ -23,6 +23,11 @@ class TestVision(FamilyTests):
     family = FAMILY
     model_type = "gemma3"
     published = (vision_language(LARGE, mm_tokens_per_image=256, vision_config=VISION),)
+    stored: ClassVar = {
+        "model.language_model.": "language_model.model.",
+        "model.vision_tower.": "vision_tower.vision_model.",
+        "model.": "",
+    }
     layouts = ()
     divided = Layout(tp=2)
     builds: ClassVar = {}

@@ -265,6 +265,8 @@ def test_a_rank_without_images_takes_part_in_reductions_that_overlap_the_backwar
 
 def single_rows(folder: Path) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Logits, Megatron's and HF's, of single rows by what is special in their inputs; refusals on the way."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
     Layout().resolved().initialize()
     bridge = AutoBridge.from_hf_pretrained(folder)
     model = bridge.build_model(bridge.get_model_config(params_dtype=torch.float32), wrap_with_ddp=False)
@@ -281,6 +283,8 @@ def single_rows(folder: Path) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         "image_grid_thw": torch.tensor([[2, 4, 4]]),
         "mm_token_type_ids": (frames == image[0]).int(),
     }
+    ends = torch.tensor([0, 6, 12], dtype=torch.int32)
+    short = PackedSeqParams("thd", ends, ends, max_seqlen_q=6, max_seqlen_kv=6)
     found = {}
     with torch.no_grad():
         mine = model[0](ids, attention_mask=mask, position_ids=spread)
@@ -291,6 +295,7 @@ def single_rows(folder: Path) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
             (ValueError, r"attention_mask has padding in sample 0, .*: pack", {"attention_mask": mask - 1}),
             (ValueError, r"labels is \(1, 8\), expected \(1, 16\)", {"labels": ids[:, :8]}),
             (ValueError, r"position_ids of row 0 are not 0, 1, 2", {"position_ids": ids}),
+            (ValueError, "last boundary at 12, the row 16 tokens", {"packed_seq_params": short}),
             (ValueError, r"input_ids is \(16,\)", {"input_ids": ids[0]}),
             (
                 ValueError,

@@ -67,6 +67,8 @@ class FamilyTests:
     """config.json of released checkpoints."""
     model_type: ClassVar[str | None] = None
     """Only the variants of this model_type, where the family has several; the first variant counts most."""
+    stored: ClassVar[Mapping[str, str]] = {}
+    """How names begin in transformers' model -> in published files, where these differ."""
     layouts: ClassVar[Sequence[Layout]] = LAYOUTS
     """The first variant goes through each of these."""
     divided: ClassVar[Layout] = DIVIDED
@@ -223,9 +225,14 @@ class FamilyTests:
             assert held == total, rule.megatron
 
     def test_published_names_and_shapes_are_those_of_transformers(self, config: Mapping[str, Any]) -> None:
-        found = transformers_tensors(HFConfig(config), mtp=False)
+        found = {self._stored(name): s for name, s in transformers_tensors(HFConfig(config), False).items()}
         stacked = any(name.endswith(".experts.gate_up_proj") for name in found)
         assert found == self._shapes(Variant(config, mtp=False, fused_experts=stacked))
+
+    def _stored(self, name: str) -> str:
+        """What published files call the tensor `name` of transformers' model."""
+        start = next((start for start in self.stored if name.startswith(start)), "")
+        return self.stored.get(start, "") + name.removeprefix(start)
 
     def _prediction(self, variant: Variant) -> set[str]:
         """Names of the MTP block's tensors, which transformers leaves out, experts one by one and stacked."""

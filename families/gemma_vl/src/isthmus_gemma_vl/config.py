@@ -65,9 +65,12 @@ def megatron_config(hf: HFConfig, keys: frozenset[str]) -> dict[str, Any]:
 def _vision(hf: HFConfig) -> dict[str, Any]:
     """What the tower is built of, and where its features go.
 
-    ValueError: a tower that no SigLIP is, or patches that do not make the tokens of an image.
+    ValueError: a tower that no SigLIP is, or patches that do not make the tokens of an image. LookupError:
+    these are null, for which transformers' class has no default.
     """
     section, tokens = hf.section("vision_config"), hf["mm_tokens_per_image"]
+    if tokens is None:
+        raise LookupError("config.json: mm_tokens_per_image is null; add the tokens of an image")
     raise_any(tower_problems(section, (SIGLIP,), "num_attention_heads"))
     config = {name: section[name] for name in VISION_FIELDS}
     size, patch, side = config["image_size"], config["patch_size"], isqrt(tokens)
