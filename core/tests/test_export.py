@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -93,15 +94,58 @@ def drifted(folder: Path, layout: Layout, target: Path, parameter: str, **fields
 
 def without_a_file(folder: Path, layout: Layout, target: Path) -> str:
     """Save where the last rank cannot open its file; the error on this rank."""
-    from isthmus.checkpoint import save
+    from isthmus.checkpoint import rank_files
 
     def refuse(path: Path, tensors: object) -> None:
         raise ValueError("no such file today")
 
     bridge, model, _ = load(folder, layout)
     if torch.distributed.get_rank() == layout.world_size - 1:
-        save.ShardWriter = refuse
+        rank_files.ShardWriter = refuse
     with pytest.raises(ValueError, match="no such file today") as caught:
+        bridge.save_hf_pretrained(model, target)
+    return str(caught.value)
+
+
+def received(folder: Path, layout: Layout, target: Path, apart: bool, **fields: Any) -> int:
+    """Save; the bytes that came to this rank. `apart`: each rank says that it is on a machine of its own."""
+    from torch import distributed as dist
+
+    from isthmus.checkpoint import place
+
+    bridge, model, _ = load(folder, layout, **fields)
+    nbytes, exchange = 0, dist.batch_isend_irecv
+
+    def count(operations: list[Any]) -> list[Any]:
+        nonlocal nbytes
+        nbytes += sum(operation.tensor.nbytes for operation in operations if operation.op is dist.irecv)
+        return exchange(operations)
+
+    dist.batch_isend_irecv = count
+    if apart:
+        place._host = lambda: f"machine {dist.get_rank()}"
+    bridge.save_hf_pretrained(model, target)
+    return nbytes
+
+
+def with_wrong_rows(folder: Path, layout: Layout, target: Path, kind: str) -> str:
+    """Save where the last rank does the wrong thing to its rows of the embedding; the error on this rank."""
+    from isthmus.checkpoint.rank_files import RankFiles
+
+    bridge, model, _ = load(folder, layout)
+    write = RankFiles.write
+
+    def wrong(self: Any, name: str, *parts: Tensor, row: int | None = None, **place: Any) -> None:
+        if name != EMBEDDING:
+            write(self, name, *parts, row=row, **place)
+        elif kind == "fails":
+            raise OSError("no room for the embedding")
+        elif kind == "twice":
+            write(self, name, *parts, row=0, **place)
+
+    if torch.distributed.get_rank() == layout.world_size - 1:
+        RankFiles.write = wrong
+    with pytest.raises((ValueError, OSError)) as caught:
         bridge.save_hf_pretrained(model, target)
     return str(caught.value)
 
@@ -218,6 +262,67 @@ def test_a_writer_that_refuses_on_one_rank_stops_all(
     layout = Layout(tp=2).resolved()
     found = ranks.run(2, without_a_file, checkpoint("default"), layout, tmp_path / "out")
     assert found == ["rank 1: no such file today", "no such file today"]
+    assert list(tmp_path.iterdir()) == []
+
+
+# What travels
+
+
+def by_columns(content: dict[str, Tensor]) -> int:
+    """Bytes of the tensors that tensor parallelism divides by columns."""
+    names = ("o_proj.weight", "out_proj.weight", "down_proj.weight")
+    return sum(tensor.nbytes for name, tensor in content.items() if name.endswith(names))
+
+
+def by_rows(content: dict[str, Tensor]) -> int:
+    """Bytes of those that it divides by rows: all but norms, routers and the like."""
+    gates = (".gate.weight", "shared_expert_gate.weight")
+    whole = sum(t.nbytes for name, t in content.items() if "norm" in name or name.endswith(gates))
+    return sum(tensor.nbytes for tensor in content.values()) - whole - by_columns(content)
+
+
+def test_ranks_of_a_machine_send_only_what_is_divided_by_columns(
+    checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    source, layout = checkpoint("default"), Layout(tp=2, etp=2).resolved()
+    content = tensors(source)
+    sent = {}
+    for apart in (False, True):
+        out = tmp_path / str(apart)
+        sent[apart] = 2 * sum(ranks.run(2, received, source, layout, out, apart, **NATIVE))
+        assert_same(tensors(out), content)
+        assert len(list(out.glob("*.safetensors"))) == 2, "one owner, nothing divided"
+    assert sent[False] == by_columns(content)
+    assert sent[True] >= by_columns(content) + by_rows(content)  # Megatron's A_log is wider than the source's
+
+
+def test_the_rows_of_a_stack_are_written_where_they_are(
+    checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    source, layout = checkpoint("fused_experts"), Layout(ep=2, dp=2).resolved()
+    content = tensors(source)
+    stacks = sum(tensor.nbytes for name, tensor in content.items() if ".experts." in name)
+    for apart, travelling in ((False, 0), (True, stacks // 2)):
+        out = tmp_path / str(apart)
+        assert sum(ranks.run(2, received, source, layout, out, apart)) == travelling
+        assert_same(tensors(out), content)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("nothing", f"never written to .*{EMBEDDING}.*"),
+        ("twice", f"{EMBEDDING} is written twice to "),
+        ("fails", "no room for the embedding"),
+    ],
+)
+def test_rows_that_a_rank_does_not_write_stop_all(
+    checkpoint: Callable[[str], Path], tmp_path: Path, kind: str, message: str
+) -> None:
+    layout = Layout(tp=2).resolved()
+    found = ranks.run(2, with_wrong_rows, checkpoint("default"), layout, tmp_path / "out", kind)
+    for error in found:
+        assert re.search(message, error, re.DOTALL)
     assert list(tmp_path.iterdir()) == []
 
 

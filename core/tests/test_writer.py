@@ -137,6 +137,60 @@ def test_rows_in_several_parts_are_one_tensor(tmp_path):
     assert_holds(tmp_path / "x", tensors)
 
 
+def test_several_writers_fill_one_file(tmp_path):
+    tensors = {
+        "whole": random_tensor(torch.bfloat16, (7, 5)),
+        "stack": random_tensor(torch.float32, (2, 6, 3)),
+    }
+    tensors["late"] = random_tensor(torch.uint8, (9,))
+    whole, stack, late = tensors.values()
+    first = ShardWriter(tmp_path / "x", declared(tensors))
+    second = ShardWriter(tmp_path / "x", declared(tensors), joins=True)
+    second.write("whole", whole[4:5], whole[5:], row=4)
+    second.write("stack", stack[1], index=1)
+    first.write("whole", whole[:1], row=0)
+    second.write("stack", stack[0, 2:], index=0, row=2)
+    first.write("stack", stack[0, :2], index=0, row=0)
+    first.write("late", late)
+    first.joined(second.written)
+    assert first.missing() == ["whole[1]", "whole[2]", "whole[3]"]
+    first.write("whole", whole[1:4], row=1)
+    second.close(partial=True)
+    first.close()
+    assert_holds(tmp_path / "x", tensors)
+
+
+def test_a_writer_joins_only_a_file_that_is_there(tmp_path):
+    with pytest.raises(OSError, match=r"cannot write the file of .*x") as caught:
+        ShardWriter(tmp_path / "x", [OutputTensor("w", torch.float32, (4, 2))], joins=True)
+    assert caught.value.errno == errno.ENOENT
+
+
+def test_what_two_writers_have_written_is_refused(tmp_path):
+    files = [OutputTensor("w", torch.float32, (4, 2)), OutputTensor("s", torch.float32, (2, 3, 2))]
+    writer = ShardWriter(tmp_path / "x", files)
+    writer.write("w", torch.zeros(2, 2), row=1)
+    writer.write("s", torch.zeros(1, 2), index=1, row=2)
+    for part, place in (("w", (0, 9)), ("w", (23, 32)), ("s", (40, 48))):
+        with pytest.raises(ValueError, match=f"{part} is written twice"):
+            writer.joined({part: [place]})
+    with pytest.raises(ValueError, match=r"s\[1\] is written twice"):
+        writer.write("s", torch.zeros(3, 2), index=1)
+    writer.joined({"w": [(0, 8), (24, 32)], "s": [(0, 24)]})
+    assert writer.missing() == ["s[1]"]
+    writer.close(partial=True)
+
+
+@pytest.mark.parametrize("row", [-1, 3, 4])
+def test_rows_beyond_a_tensor_are_refused(tmp_path, row):
+    with ShardWriter(tmp_path / "x", [OutputTensor("w", torch.float32, (4, 2))]) as writer:
+        with pytest.raises(
+            ValueError, match=rf"w: declared .* \(4, 2\), given .* \(2, 2\) from row {row} on"
+        ):
+            writer.write("w", torch.zeros(2, 2), row=row)
+        writer.write("w", torch.zeros(4, 2))
+
+
 @pytest.mark.parametrize(
     "parts",
     [

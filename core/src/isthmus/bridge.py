@@ -320,7 +320,7 @@ class AutoBridge:
         coverage = self.weight_map(model_config_of(chunks)).cover(self.keys)
         save(
             self,
-            self._plan(chunks, dtype),
+            self._plan(chunks, dtype, written=True),
             Path(out_dir),
             coverage=coverage,
             config_changes=config_changes(as_dtype(dtype), coverage, passthrough),
@@ -396,7 +396,7 @@ class AutoBridge:
         return self.build_model(self.get_model_config(**Layout.current().config_overrides(), **fields))
 
     @collector_paused()
-    def _plan(self, chunks: list[nn.Module], dtype: torch.dtype | str) -> Any:
+    def _plan(self, chunks: list[nn.Module], dtype: torch.dtype | str, *, written: bool = False) -> Any:
         from isthmus.checkpoint.export import plan
         from isthmus.names import live_tensors, unwrapped
 
@@ -417,6 +417,7 @@ class AutoBridge:
             self.weight_map(model_config_of(chunks)),
             dtype_of=dtype_of,
             order=order or None,
+            in_place=lambda name: written and (requantiser is None or name not in requantiser),
         )
 
     def _requantiser(self, dtype: torch.dtype | str) -> Any:

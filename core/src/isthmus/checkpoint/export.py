@@ -1,15 +1,16 @@
 """Megatron -> HF: shards are gathered over TP and ETP on one owner a tensor, unpacked, and handed out.
 
-`plan` decides, alike on every rank and before anything moves, which tensors come out, in which order, shape
-and dtype, and which rank owns each. Owners are spread over all ranks that hold a tensor, so that they write
-side by side.
+For files that all ranks of a machine can write to, only what is divided by columns is gathered: rows are
+handed out where they are. `plan` decides, alike on every rank and before anything moves, which tensors come
+out, in which order, shape and dtype, and which rank owns each. Owners are spread over all ranks that hold a
+tensor, so that they write side by side.
 """
 
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,25 +24,14 @@ from isthmus.checkpoint.gather import (
     batches,
     broadcast,
     check_copies,
+    from_all,
     holdings,
-    places,
 )
 from isthmus.checkpoint.place import Place
+from isthmus.checkpoint.unpack import Piece, Unpacker
 from isthmus.checkpoint.writer import OutputTensor
 from isthmus.names import LiveTensor
 from isthmus.weights import Bound, HFTensor, Rule, WeightMap, collapse
-
-
-class Piece(NamedTuple):
-    """An HF tensor, or row `index` of a stacked one, in `parts` that are its rows one after the other."""
-
-    name: str
-    index: int | None
-    parts: Sequence[torch.Tensor]
-
-    @property
-    def tensor(self) -> torch.Tensor:
-        return self.parts[0] if len(self.parts) == 1 else torch.cat(list(self.parts))
 
 
 @dataclass(slots=True)
@@ -59,28 +49,49 @@ class ExportPlan:
     infinite: dict[str, torch.dtype] = field(default_factory=dict)  # HF tensors that this overflowed, here
 
     def steps(self) -> Iterator[tuple[Item, list[Piece]]]:
-        """Each item in plan order, with its HF tensors where this rank owns it. Collective: run it out."""
-        unpack = _Unpacker()
+        """Each item in plan order, with its HF tensors where this rank owns it. Collective: run it out.
+
+        An item in place comes with the rows of it that this rank holds. Of a batch each rank has those for
+        its own file first, then those for the next rank's: a file takes one write at a time.
+        """
+        unpack = Unpacker()
         started = (
             (batch, Exchange(batch, self.held, self.rank, self.device)) for batch in batches(self.items)
         )
         for batch, exchange in _one_ahead(started):
             exchange.wait()
-            for item in batch:
-                if self.rank != item.owner:
-                    yield item, []
-                    continue
-                rule, hf, also = item.bound.rule, item.bound.hf, item.bound.also
-                found = unpack(rule, exchange.shards(item))
-                if also:
-                    hf, found = (*hf, *also), [*found, *found * len(also)]
-                yield item, [self._piece(h, parts) for h, parts in zip(hf, found, strict=True)]
+            for item in sorted(batch, key=self._turn):
+                yield item, self._found(unpack, item, exchange)
 
-    def _piece(self, hf: HFTensor, parts: list[torch.Tensor]) -> Piece:
+    def _turn(self, item: Item) -> int:
+        """When this rank handles an item of a batch."""
+        return (item.owner - self.rank) % self.world_size if item.in_place else 0
+
+    def _found(self, unpack: Unpacker, item: Item, exchange: Exchange) -> list[Piece]:
+        """What this rank hands out of an item: all of it, its own rows, or nothing."""
+        rule, hf, also = item.bound.rule, item.bound.hf, item.bound.also
+        size = len(item.holders)
+        if item.in_place and size > 1:
+            if self.rank not in item.holders:
+                return []
+            shard, rank = self.held[item.bound.megatron], item.holders.index(self.rank)
+            return [
+                self._piece(tensor, [rows], row)
+                for source, row, rows in unpack.rows(rule, shard, rank, size)
+                for tensor in (hf[source], *also)
+            ]
+        if self.rank != (item.holders[0] if item.in_place else item.owner):
+            return []
+        found = unpack(rule, exchange.shards(item))
+        if also:
+            hf, found = (*hf, *also), [*found, *found * len(also)]
+        return [self._piece(h, parts) for h, parts in zip(hf, found, strict=True)]
+
+    def _piece(self, hf: HFTensor, parts: list[torch.Tensor], row: int | None = None) -> Piece:
         dtype = self.outputs[hf.name].dtype
         if parts[0].dtype != dtype:
             parts = [self.cast(hf.name, part, dtype) for part in parts]
-        return Piece(hf.name, hf.index, parts)
+        return Piece(hf.name, hf.index, parts, row)
 
     def cast(self, name: str, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """(A part of) an HF tensor in another dtype; one that becomes infinite is remembered."""
@@ -100,7 +111,7 @@ class ExportPlan:
         )
 
     def pieces(self) -> Iterator[Piece]:
-        """The HF tensors that this rank owns, in plan order. Collective: run it to its end."""
+        """What this rank hands out, tensor by tensor, as `steps` has it. Collective: run it to its end."""
         for _, found in self.steps():
             yield from found
 
@@ -122,12 +133,14 @@ def plan(
     *,
     dtype_of: Callable[[str, torch.dtype], torch.dtype] = lambda name, dtype: dtype,
     order: Mapping[str, int] | None = None,
+    in_place: Callable[[str], bool] = lambda name: False,
 ) -> ExportPlan:
     """Decide the export of this rank's tensors `held` of `model`. Collective.
 
     `dtype_of(hf_name, dtype of the parameter)` is the dtype to come; `order` the position of HF names in the
-    source. What is held may also be gradients, under the names of their parameters. ValueError where a tensor
-    of the map is held by no rank, or a held one has no rule, or would come out as numbers of another kind.
+    source; `in_place(hf_name)` whether every rank can put rows of it where they belong, in the owner's file.
+    What is held may also be gradients, under the names of their parameters. ValueError where a tensor of the
+    map is held by no rank, or a held one has no rule, or would come out as numbers of another kind.
     """
     mine = Place.of(model)
     known = holdings(held, model, mine)
@@ -142,7 +155,8 @@ def plan(
     copies = [bound for bound in weights.megatron.values() if not bound.rule.exported]
     check_copies(held, known, {copy.megatron: weights.hf[copy.hf[0].name][0] for copy in copies}, model)
 
-    choose = _Owners(places(mine))
+    everyone = from_all(mine)
+    choose = _Owners(everyone)
     exported = [bound for bound in weights.megatron.values() if bound.rule.exported]
     if order is not None:
         exported.sort(key=lambda bound: (order.get(bound.hf[0].name, len(order)), bound.hf[0].index or 0))
@@ -158,7 +172,13 @@ def plan(
         for bound in group:
             holding = known[bound.megatron]
             owner, holders = choose(bound.rule, holding, owner)
-            items.append(Item(bound, owner, holders, holding))
+            stay = (
+                holders != (owner,)
+                and (len(holders) == 1 or bound.rule.dim == 0)
+                and len({everyone[rank].host for rank in (owner, *holders)}) == 1
+                and all(in_place(hf.name) for hf in bound.hf)
+            )
+            items.append(Item(bound, owner, holders, holding, stay))
             for hf, shape in zip((*bound.hf, *bound.also), shapes(bound.rule, holding.shape), strict=True):
                 if hf.name not in outputs:
                     full = shape if hf.index is None else (len(weights.hf[hf.name]), *shape)
@@ -217,42 +237,6 @@ class _Owners:
             holders = (owner if owner in groups else holders[0],)
         self.load[owner] += holding.nbytes * len(holders)
         return owner, holders
-
-
-class _Unpacker:
-    """Shards of a Megatron tensor -> the parts of each HF tensor; views, unless it is divided by columns."""
-
-    def __init__(self) -> None:
-        self.places: dict[tuple[int, int, int], list[list[tuple[int, int, int]]]] = {}
-
-    def __call__(self, rule: Rule, shards: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-        first = shards[0]
-        if first.dim() == 0:
-            return [[first]]
-        dim = rule.dim or 0
-        local = first.size(dim)
-        key = (id(rule), local, len(shards))
-        places = self.places.get(key)
-        if places is None:
-            places = self.places[key] = self._runs(rule, local, len(shards))
-        found = []
-        for runs in places:
-            parts = [
-                shards[rank] if length == local else shards[rank].narrow(dim, start, length)
-                for rank, start, length in runs
-            ]
-            # On a GPU one copy of the whole is better than many of parts.
-            found.append(parts if len(parts) == 1 or (dim == 0 and first.is_cpu) else [torch.cat(parts, dim)])
-        return found
-
-    @staticmethod
-    def _runs(rule: Rule, local: int, size: int) -> list[list[tuple[int, int, int]]]:
-        """For each HF tensor what it is joined from, in order: (shard, row in the shard, length)."""
-        found: list[list[tuple[int, int, int, int]]] = [[] for _ in rule.hf]
-        for rank in range(size):
-            for run in rule.runs(local, rank, size):
-                found[run.source].append((run.hf_start, rank, run.start, run.length))
-        return [[run[1:] for run in sorted(runs)] for runs in found]
 
 
 def stream(planned: ExportPlan, *, everywhere: bool) -> Iterator[tuple[str, torch.Tensor]]:

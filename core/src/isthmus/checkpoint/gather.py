@@ -32,13 +32,6 @@ class Holding:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def places(mine: Place) -> list[Place]:
-    """Every rank's place, by global rank."""
-    if not dist.is_initialized():
-        return [mine]
-    return [Place(*place) for place in from_all(tuple(mine))]
-
-
 def holdings(held: Iterable[LiveTensor], model: Any, mine: Place) -> dict[str, Holding]:
     """What the ranks of this rank's pipeline and expert groups hold, by canonical name.
 
@@ -98,6 +91,8 @@ def check_copies(
 
 def from_all[T](own: T, group: Any = None) -> list[T]:
     """The value of every rank of `group` (None: of all ranks), in rank order. Collective."""
+    if not dist.is_initialized():
+        return [own]
     found: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, own, group=group)
     return found
@@ -154,6 +149,7 @@ class Item(NamedTuple):
     owner: int
     holders: tuple[int, ...]
     holding: Holding
+    in_place: bool = False  # nothing travels: the holders put their rows where they belong
 
 
 def batches(items: Iterable[Item]) -> Iterator[list[Item]]:
@@ -162,7 +158,7 @@ def batches(items: Iterable[Item]) -> Iterator[list[Item]]:
     incoming: Counter[int] = Counter()
     for item in items:
         batch.append(item)
-        others = len(item.holders) - (item.owner in item.holders)
+        others = 0 if item.in_place else len(item.holders) - (item.owner in item.holders)
         if others:
             incoming[item.owner] += others * item.holding.nbytes
             if incoming[item.owner] >= BATCH:
@@ -186,6 +182,8 @@ class Exchange:
         outgoing: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
         incoming: dict[tuple[int, torch.dtype], list[Item]] = {}
         for item in items:
+            if item.in_place:
+                continue
             if rank == item.owner:
                 for holder in item.holders:
                     if holder != rank:

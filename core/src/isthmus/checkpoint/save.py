@@ -1,40 +1,27 @@
-"""Writing an HF folder: each owner its own files, in a staging folder that becomes the target at once."""
+"""Writing an HF folder: each owner its files, in a staging folder that becomes the target at once."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from isthmus.checkpoint.dtypes import name_of
-from isthmus.checkpoint.export import ExportPlan, Piece
+from isthmus.checkpoint.export import ExportPlan
 from isthmus.checkpoint.folder import Staging, carry_side_files
 from isthmus.checkpoint.gather import agree, attempt, from_first
 from isthmus.checkpoint.manifest import SOURCE, Manifest
+from isthmus.checkpoint.rank_files import OutputFile, RankFiles, cut_files
 from isthmus.checkpoint.requantise import Requantiser
-from isthmus.checkpoint.writer import (
-    OutputTensor,
-    ShardWriter,
-    parse_size,
-    shard_names,
-    split_files,
-    write_index,
-)
+from isthmus.checkpoint.unpack import Piece
+from isthmus.checkpoint.writer import OutputTensor, parse_size, write_index
 from isthmus.config_text import remove_config, state_field, write_config
 from isthmus.quant.settings import KEYS
 from isthmus.weights import Coverage, collapse
 
 # A side file that says how the weights are quantised: not of the plain ones.
 QUANTISED_SIDE_FILES = ("hf_quant_config.json",)
-
-
-class _File(NamedTuple):
-    """A file to come: the rank that writes it, and its tensors."""
-
-    name: str
-    owner: int
-    tensors: list[OutputTensor]
 
 
 def save(
@@ -72,7 +59,7 @@ def save(
         )
         for info in stored
     ]
-    files = _files(_owned(planned, requantiser, copied), parse_size(max_shard_size))
+    files = cut_files(_owned(planned, requantiser, copied), parse_size(max_shard_size))
     staged: list[Staging] = []  # on the first rank
 
     def stage() -> Path:
@@ -83,7 +70,7 @@ def save(
 
     folder = from_first(stage)
     try:
-        agree(_write(planned, reader, files, copied, requantiser, folder, advance))
+        _write(planned, reader, files, copied, requantiser, folder, advance)
         plain = requantiser is None
         from_first(lambda: _finish(source, files, staged[0], config_changes, plain))
     except BaseException:
@@ -95,53 +82,42 @@ def save(
 def _write(
     planned: ExportPlan,
     reader: Any,
-    files: Sequence[_File],
+    files: Sequence[OutputFile],
     copied: Sequence[OutputTensor],
     requantiser: Requantiser | None,
     folder: Path,
     advance: Callable[[int], None],
-) -> Exception | None:
-    """This rank's files; the error that stopped it, if any. The collective is run to its end in any case."""
-    writers: dict[str, ShardWriter] = {}
+) -> None:
+    """This rank's part of the files. Collective: an error is raised on all ranks, after the last tensor."""
+    with RankFiles(folder, files, planned.rank) as mine:
 
-    def create() -> None:
-        for file in files:
-            if file.owner == planned.rank:
-                writer = ShardWriter(folder / file.name, file.tensors)
-                writers.update(dict.fromkeys((tensor.name for tensor in file.tensors), writer))
+        def write(piece: Piece) -> None:
+            name, index, parts, row = piece
+            if requantiser is None or name not in requantiser:
+                mine.write(name, *parts, index=index, row=row)
+                return
+            for stored, matrix, tensor in requantiser(name, index, piece.tensor):
+                mine.write(stored, tensor, index=matrix)
 
-    def copy(output: OutputTensor) -> None:
-        tensor = planned.cast(output.name, reader.slice(output.name), output.dtype)
-        writers[output.name].write(output.name, tensor)
-        advance(tensor.nbytes)
+        def copy(output: OutputTensor) -> None:
+            tensor = planned.cast(output.name, reader.slice(output.name), output.dtype)
+            mine.write(output.name, tensor)
+            advance(tensor.nbytes)
 
-    _, error = attempt(create)
-    for piece in planned.pieces():
-        if error is None:
-            _, error = attempt(partial(_write_piece, writers, piece, requantiser))
-            advance(sum(part.nbytes for part in piece.parts))
-    for output in copied:
-        if error is None and output.name in writers:
-            _, error = attempt(partial(copy, output))
-    error = error or planned.overflow()
-    for writer in dict.fromkeys(writers.values()):
-        _, failure = attempt(partial(writer.close, partial=error is not None))
-        error = error or failure
-    return error
-
-
-def _write_piece(writers: Mapping[str, ShardWriter], piece: Piece, requantiser: Requantiser | None) -> None:
-    """A tensor, or all that it is stored as."""
-    name, index, parts = piece
-    if requantiser is None or name not in requantiser:
-        writers[name].write(name, *parts, index=index)
-        return
-    for stored, row, tensor in requantiser(name, index, piece.tensor):
-        writers[stored].write(stored, tensor, index=row)
+        error: Exception | None = None
+        for piece in planned.pieces():
+            if error is None:
+                _, error = attempt(partial(write, piece))
+                advance(sum(part.nbytes for part in piece.parts))
+        for output in copied:
+            if error is None and mine.owns(output.name):
+                _, error = attempt(partial(copy, output))
+        agree(error or planned.overflow())
+        mine.finish()
 
 
 def _finish(
-    source: Any, files: Sequence[_File], staging: Staging, changes: Mapping[str, Any], plain: bool
+    source: Any, files: Sequence[OutputFile], staging: Staging, changes: Mapping[str, Any], plain: bool
 ) -> None:
     """Index, config and side files, then the rename; on the first rank only."""
     write_index(staging.path, {file.name: file.tensors for file in files})
@@ -198,13 +174,6 @@ def _owned(
         owned[owner].append(tensor)
         load[owner] += tensor.nbytes
     return owned
-
-
-def _files(owned: Mapping[int, list[OutputTensor]], max_shard_size: int) -> list[_File]:
-    """The files to write, each of one owner; numbered by owner, alike on every rank."""
-    cut = [(owner, file) for owner, mine in owned.items() for file in split_files(mine, max_shard_size)]
-    names = shard_names(len(cut))
-    return [_File(name, owner, tensors) for name, (owner, tensors) in zip(names, cut, strict=True)]
 
 
 def config_changes(dtype: torch.dtype | None, coverage: Coverage, passthrough: bool) -> dict[str, Any]:

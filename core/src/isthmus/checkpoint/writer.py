@@ -9,7 +9,7 @@ import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -29,10 +29,10 @@ class OutputTensor:
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
+    nbytes: int = field(init=False, compare=False)
 
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "nbytes", math.prod(self.shape) * self.dtype.itemsize)
 
 
 def parse_size(text: str | int) -> int:
@@ -66,16 +66,16 @@ def shard_names(count: int) -> list[str]:
 
 
 class ShardWriter:
-    """One safetensors file; a context manager. Tensors may come in any order, stacked ones row by row.
+    """One safetensors file; a context manager. Tensors may come in any order, and by rows.
 
     In the file they have the order given, unless a dtype would come to lie unaligned: then wider dtypes
-    come first.
+    come first. One that `joins` finds a file that another process has begun, and adds to it.
     """
 
-    def __init__(self, path: str | Path, tensors: Sequence[OutputTensor]) -> None:
+    def __init__(self, path: str | Path, tensors: Sequence[OutputTensor], *, joins: bool = False) -> None:
         self.path = Path(path)
+        self.written: dict[str, list[tuple[int, int]]] = {}  # first byte of a tensor, and the byte after
         self._places: dict[str, tuple[OutputTensor, int]] = {}  # where each begins, in bytes of data
-        self._written: dict[str, set[int | None]] = {}  # rows; None is the whole tensor
         for tensor in tensors:
             if tensor.dtype not in CODES:
                 raise ValueError(f"{tensor.name}: safetensors has no {tensor.dtype}; cast it first")
@@ -91,49 +91,72 @@ class ShardWriter:
         self.size += self._data
         self._fd: int | None = None
         try:
-            self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+            self._fd = os.open(self.path, os.O_WRONLY | (0 if joins else os.O_CREAT | os.O_TRUNC), 0o666)
         except OSError as error:
             raise self._failure(error, "the file") from error
-        self._put(memoryview(header), 0, "the header")
+        if not joins:
+            self._put(memoryview(header), 0, "the header")
 
-    def write(self, name: str, *parts: torch.Tensor, index: int | None = None) -> None:
+    def write(
+        self, name: str, *parts: torch.Tensor, index: int | None = None, row: int | None = None
+    ) -> None:
         """Writes a tensor, or row `index` of a stacked one; ValueError if it is not what was declared.
 
-        Several `parts` are its rows, one after the other.
+        Several `parts` are its rows, one after the other: all of them, or those that begin at `row`.
         """
         if name not in self._places:
             raise LookupError(f"{self.path.name} has no tensor {name!r}; it was opened for other names")
-        declared, begin = self._places[name]
-        shape, label = declared.shape, name
+        declared, place = self._places[name]
+        shape, label, begin = declared.shape, name, 0
         if index is not None:
             label = f"{name}[{index}]"
             if not shape or not 0 <= index < shape[0]:
                 raise ValueError(f"{name}: no row {index} in shape {shape}")
             shape = shape[1:]
             begin += index * (declared.nbytes // declared.shape[0])
-        if not _fit(parts, declared.dtype, shape):
+        if not _fit(parts, declared.dtype, shape, row):
             given = ", ".join(f"{part.dtype} {tuple(part.shape)}" for part in parts)
-            raise ValueError(f"{label}: declared {declared.dtype} {shape}, given {given}")
-        rows = self._written.setdefault(name, set())
-        if index in rows or None in rows or (index is None and rows):
-            raise ValueError(f"{label} is written twice to {self.path}")
-        begin += self._data
+            rows = "" if row is None else f" from row {row} on"
+            raise ValueError(f"{label}: declared {declared.dtype} {shape}, given {given}{rows}")
+        if row:
+            begin += row * (math.prod(shape[1:]) * declared.dtype.itemsize)
+        end = begin + sum(part.nbytes for part in parts)
+        self._check_new(name, begin, end, label)
+        place += self._data + begin
         for part in parts:
             for block in _blocks(part):
-                self._put(block, begin, label)
-                begin += len(block)
-        rows.add(index)
+                self._put(block, place, label)
+                place += len(block)
+        self.written[name].append((begin, end))
+
+    def joined(self, written: Mapping[str, Sequence[tuple[int, int]]]) -> None:
+        """Takes note of what one that joined has `written`; ValueError where it was written already."""
+        for name, intervals in written.items():
+            for begin, end in intervals:
+                self._check_new(name, begin, end, name)
+                self.written[name].append((begin, end))
+
+    def _check_new(self, name: str, begin: int, end: int, label: str) -> None:
+        for other, other_end in self.written.setdefault(name, []):
+            if begin < other_end and other < end:
+                raise ValueError(f"{label} is written twice to {self.path}")
 
     def missing(self) -> list[str]:
-        """Tensors, or `name[row]`, that this writer has not written."""
-        names = []
+        """Tensors, or `name[row]`, that are not written, or not all of them."""
+        names: dict[str, None] = {}
         for name, (tensor, _) in self._places.items():
-            rows = self._written.get(name, set())
-            if not rows and tensor.nbytes:
-                names.append(name)
-            elif rows and None not in rows:
-                names.extend(f"{name}[{row}]" for row in range(tensor.shape[0]) if row not in rows)
-        return names
+            intervals = sorted(self.written.get(name, []))
+            if not intervals and tensor.nbytes:
+                names[name] = None
+                continue
+            begin = 0
+            for end, following in (*intervals, (tensor.nbytes, tensor.nbytes)):
+                if begin < end:
+                    row = tensor.nbytes // tensor.shape[0]
+                    rows = range(begin // row, -(-end // row))
+                    names |= dict.fromkeys(f"{name}[{number}]" for number in rows)
+                begin = following
+        return list(names)
 
     def close(self, partial: bool = False) -> None:
         """Closes the file; ValueError naming what was never written, unless an error ended it early."""
@@ -237,11 +260,12 @@ def _compare(path: Path, declared: Sequence[OutputTensor], defects: Defects) -> 
         defects.add(f"{path.name}: declared but not there", name)
 
 
-def _fit(parts: Sequence[torch.Tensor], dtype: torch.dtype, shape: tuple[int, ...]) -> bool:
-    """Whether `parts` are the rows of one tensor of this dtype and shape."""
-    if len(parts) == 1:
+def _fit(parts: Sequence[torch.Tensor], dtype: torch.dtype, shape: tuple[int, ...], row: int | None) -> bool:
+    """Whether `parts` are the rows of one tensor of this dtype and shape, or those from `row` on."""
+    if row is None and len(parts) == 1:
         return parts[0].dtype == dtype and parts[0].shape == shape
-    return sum(part.shape[0] for part in parts) == shape[0] and all(
+    count = sum(part.shape[0] for part in parts)
+    return (count == shape[0] if row is None else 0 <= row <= shape[0] - count) and all(
         part.dtype == dtype and part.shape[1:] == shape[1:] for part in parts
     )
 

@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from isthmus.checkpoint.export import ExportPlan, Piece, plan
+from isthmus.checkpoint.export import ExportPlan, plan
 from isthmus.checkpoint.gather import from_all
+from isthmus.checkpoint.unpack import Piece
 from isthmus.names import LiveTensor, live_tensors, unwrapped
 from isthmus.testing.numerics import Difference
 from isthmus.weights import WeightMap
