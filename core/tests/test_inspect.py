@@ -124,6 +124,7 @@ def test_everything_about_a_sound_checkpoint(
         "experts": {"layout": "per_expert", "count": 3},
         "tie_word_embeddings": True,
         "family": "sample",
+        "overruled": {},
         "mtp": {"layers": 1, "tensors": 1, "parameters": 8},
         "coverage": {
             "hf_tensors": 7,

@@ -35,7 +35,7 @@ class AutoBridge:
 
     def __init__(self, family: Family, hf_config: HFConfig, *, folder: Path | None = None) -> None:
         self.family = family
-        self.hf_config = hf_config
+        self._stated = hf_config
         self.folder = folder
         self._weights: tuple[Any, WeightMap] | None = None
         self.choices: dict[str, Any] = {}  # config fields that another than the checkpoint decides
@@ -104,10 +104,24 @@ class AutoBridge:
         return bridge
 
     @cached_property
+    def hf_config(self) -> HFConfig:
+        """The checkpoint's config; fields that its tensors overrule have the values that these give."""
+        return self._stated.overruled_by(self.overruled) if self.overruled else self._stated
+
+    @cached_property
+    def overruled(self) -> dict[str, Any]:
+        """Config fields in which the checkpoint's tensors overrule config.json, with their true values."""
+        if self.family.overruled is None or self.folder is None:
+            return {}
+        return self.family.overruled(
+            self._stated, {name: info.shape for name, info in self.reader.tensors.items()}
+        )
+
+    @cached_property
     def config_text(self) -> str:
         """The text of config.json."""
         if self.folder is None:
-            return json.dumps(self.hf_config.raw, indent=2) + "\n"
+            return json.dumps(self._stated.raw, indent=2) + "\n"
         return read_config(self.folder)
 
     @cached_property
@@ -119,7 +133,7 @@ class AutoBridge:
             raise ValueError(
                 "this bridge was made from a config and has no weights; use from_hf_pretrained(folder)"
             )
-        return open_checkpoint(self.folder, self.hf_config.raw)
+        return open_checkpoint(self.folder, self._stated.raw)
 
     @cached_property
     def keys(self) -> frozenset[str]:

@@ -64,6 +64,17 @@ class HFConfig(Mapping[str, Any]):
             raise ValueError(f"config.json holds a {type(raw).__name__}, expected an object")
         return cls(raw)
 
+    def overruled_by(self, fields: Mapping[str, Any]) -> "HFConfig":
+        """This config with other values in `fields`, which are dotted for those of a section."""
+        raw = copy.deepcopy(self.raw)
+        for path, value in fields.items():
+            *sections, name = path.split(".")
+            holder = raw
+            for section in sections:
+                holder = holder[section]
+            holder[name] = value
+        return HFConfig(raw)
+
     @property
     def model_type(self) -> str:
         """The file's `model_type`; LookupError where it has none."""

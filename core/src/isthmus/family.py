@@ -38,6 +38,9 @@ class Family:
     """How the heads of a hosted module divide, for a model config or anything with its fields; None where it
     hosts none. A layout must divide them, unless `hosted_mode` is "replicated". A family with several has
     `problems` of its own."""
+    overruled: Callable[[HFConfig, Mapping[str, tuple[int, ...]]], dict[str, Any]] | None = None
+    """Config fields, dotted for those of a section, in which the shapes of a checkpoint's tensors (by name)
+    overrule its config, with the values that they give. Everything else is told what the tensors say."""
     tiny: Tiny | None = None
     """Tiny checkpoints for tests, in the layout of the published ones."""
     sample: str | None = None

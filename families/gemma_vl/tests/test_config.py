@@ -6,7 +6,7 @@ import pytest
 
 from isthmus.config import HFConfig
 from isthmus_gemma_vl.config import megatron_config
-from isthmus_gemma_vl.tiny import PUBLISHED
+from isthmus_gemma_vl.tiny import PUBLISHED, tiny_config, vision_language
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 
@@ -45,11 +45,17 @@ def test_published_sizes_have_their_windows_ropes_and_scales(
     assert found["mup_base_head_dim"] ** 0.5 / found["kv_channels"] == pytest.approx(scale**-0.5, rel=1e-12)
 
 
+def test_a_models_logits_are_capped_and_a_vision_language_models_are_not() -> None:
+    assert fields(tiny_config(final_logit_softcapping=30.0))["softcap"] == 30.0
+    with pytest.raises(ValueError, match="its vision-language class does not"):
+        fields(vision_language(tiny_config(final_logit_softcapping=30.0)))
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
         ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
-        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+        ({"final_logit_softcapping": -1.0}, "final_logit_softcapping"),
         ({"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ({"attention_bias": True}, "attention_bias"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),

@@ -1,5 +1,7 @@
 """`isthmus verify` passes for Gemma 3 on each kind of layout, and for nothing that is nearly Gemma 3."""
 
+import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -92,8 +94,32 @@ def test_a_model_that_differs_in_one_point_is_found_out(checkpoints: Callable[[s
     assert [name for name, failures in found.items() if not failures] == []
 
 
+def capped(folder: Path, layout: Layout) -> list[dict[str, Any]]:
+    layout.initialize()
+    bridge = AutoBridge.from_hf_pretrained(folder)
+    found = [_verify(bridge, layout, GRADIENTS)]
+    bridge.megatron_fields["softcap"] = None
+    return [*found, _verify(bridge, layout, GRADIENTS)]
+
+
+def test_logits_are_capped_where_the_config_says_so(
+    checkpoints: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = tmp_path / "capped"
+    shutil.copytree(checkpoints("odd_vocab"), folder)  # with padding, which is masked, not capped
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"final_logit_softcapping": 0.5}))
+    as_stated, uncapped = ranks.run(2, capped, folder, Layout(tp=2))[0]
+    assert as_stated["failures"] == []
+    assert as_stated["passed"]
+    assert uncapped["failures"]
+
+
 def bfloat16(folder: Path, layout: Layout) -> dict[str, float]:
-    """Relative RMS between logits: ours and HF's in bf16, and HF's in fp32; and of embeddings in bf16."""
+    """Relative RMS between logits: ours and HF's in bf16, and HF's in fp32; and of embeddings in bf16.
+
+    HF's bf16 attention is SDPA, which transformers takes unless it is told otherwise, and eager.
+    """
     layout.initialize()
     bridge = AutoBridge.from_hf_pretrained(folder)
     chunks = bridge.build_model(bridge.get_model_config(calculate_per_token_loss=True))
@@ -102,19 +128,23 @@ def bfloat16(folder: Path, layout: Layout) -> dict[str, float]:
     ours = training_step.run(chunks, batch, gradients=False)
     assert ours is not None
     narrow, wide = (reference.load(folder, dtype) for dtype in (torch.bfloat16, torch.float32))
-    hf, exact = (reference.run(model, batch, gradients=False).logits for model in (narrow, wide))
+    eager, exact = (reference.run(model, batch, gradients=False).logits for model in (narrow, wide))
+    narrow.hf.set_attn_implementation("sdpa")
+    hf = reference.run(narrow, batch, gradients=False).logits
     embedding: Any = next(module for name, module in chunks[0].named_modules() if name.endswith("embedding"))
     tokens = torch.arange(1, 160)[None]
     return {
         "ours against HF": rel_rms(ours.logits, hf),
+        "ours against eager": rel_rms(ours.logits, eager),
         "ours against fp32": rel_rms(ours.logits, exact),
         "HF against fp32": rel_rms(hf, exact),
+        "eager against fp32": rel_rms(eager, exact),
         "embeddings": rel_rms(embedding(tokens, tokens)[:, 0], narrow.hf.model.embed_tokens(tokens)[0]),
     }
 
 
-# Attention here rounds once, Hugging Face's at each step, so their roundings are two independent samples of
-# one size, and so are those of Hugging Face's own eager and SDPA attention, which differ as much.
+# Attention here rounds once, Hugging Face's eager one at each step, so their roundings are two independent
+# samples of one size, and so are those of Hugging Face's own eager and SDPA attention, which differ as much.
 INDEPENDENT = 2**0.5
 
 
@@ -122,6 +152,7 @@ def test_bfloat16_is_no_further_from_float32_than_hugging_faces(
     checkpoints: Callable[[str], Path],
 ) -> None:
     found = ranks.run(1, bfloat16, checkpoints("gqa"), Layout().resolved())[0]
-    assert found["ours against fp32"] <= found["HF against fp32"]
-    assert found["ours against HF"] <= INDEPENDENT * found["HF against fp32"]
+    assert found["ours against HF"] <= found["HF against fp32"]
+    assert found["ours against eager"] <= INDEPENDENT * found["eager against fp32"]
+    assert found["ours against fp32"] <= found["eager against fp32"]
     assert found["embeddings"] == 0, "the square root of 96 is rounded to 9.8125 first"

@@ -43,11 +43,13 @@ def run(args: argparse.Namespace) -> int:
         f" on {output.counted(layout.world_size, 'rank')},"
         f" {len(report.passed_through)} left to an export to copy, {len(report.dropped)} dropped"
         + "".join(f", {name} is {source}" for name, source in report.shared.items())
+        + "".join(f"\n{line}" for line in output.overruled(ranks[0]))
         + "\n"
         + _next_step(shlex.quote(str(args.megatron_dir)), ranks[0]["has_tower"])
     )
     document = {
         "model_type": ranks[0]["model_type"],
+        "overruled": ranks[0]["overruled"],
         "layout": layout.as_dict(),
         "megatron_dir": str(args.megatron_dir),
         "loaded": report.hf_tensors,
@@ -101,6 +103,7 @@ def on_rank(
         report = bridge.import_ckpt(megatron_dir, chunks, overwrite=overwrite, advance=advance)
     return {
         "model_type": bridge.hf_config.model_type,
+        "overruled": bridge.overruled,
         "has_tower": any(isinstance(unwrapped(chunk), VisionLanguageModel) for chunk in chunks),
         "report": report,
         "peak_rss_mb": model.peak_rss_mb(),

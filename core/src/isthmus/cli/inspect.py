@@ -80,6 +80,7 @@ def describe(config: "HFConfig", tensors: Mapping[str, "TensorInfo"]) -> dict[st
         "experts": _experts(tensors),
         "tie_word_embeddings": config.get("tie_word_embeddings"),
         "family": None,
+        "overruled": {},
         "mtp": None,
         "coverage": None,
     }
@@ -90,13 +91,16 @@ def map_tensors(config: "HFConfig", tensors: Mapping[str, "TensorInfo"]) -> dict
     from isthmus import registry
 
     family = registry.family(config.model_type)
-    keys = frozenset(tensors)
+    keys, shapes = frozenset(tensors), {name: info.shape for name, info in tensors.items()}
+    overruled = family.overruled(config, shapes) if family.overruled else {}
+    config = config.overruled_by(overruled)
     fields = family.model_config(config, keys)
     weights = family.weights(config, keys, SimpleNamespace(**fields))
     coverage = weights.cover(tensors)
-    shapes = {name: tensors[name].shape for name in coverage.loaded}
-    misshapen = family.tiny.misshapen(config, shapes) if family.tiny else {}
+    loaded = {name: shapes[name] for name in coverage.loaded}
+    misshapen = family.tiny.misshapen(config, loaded) if family.tiny else {}
     return {
+        "overruled": overruled,
         "family": family.name,
         "tie_word_embeddings": bool(fields.get("share_embeddings_and_output_weights")),
         "mtp": _mtp(weights, tensors),
@@ -205,6 +209,8 @@ def _print(out: Any, document: dict[str, Any]) -> None:
     facts.add_row("experts", "none" if experts is None else f"{experts['count']}, {experts['layout']}")
     facts.add_row("tied embeddings", "not stated" if tie is None else "yes" if tie else "no")
     if document["family"] is not None:
+        for line in output.overruled(document):
+            facts.add_row("overruled", line)
         facts.add_row("MTP", "none" if mtp is None else _words(mtp))
     out.print(facts)
 

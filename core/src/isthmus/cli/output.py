@@ -52,6 +52,14 @@ def console(args: argparse.Namespace) -> Console:
     )
 
 
+def overruled(document: dict[str, Any]) -> list[str]:
+    """A line for each config field of the checkpoint in which its tensors overrule config.json."""
+    return [
+        f"{name}={value} by the checkpoint's tensors, not as config.json says; an export corrects it"
+        for name, value in document["overruled"].items()
+    ]
+
+
 def table(*columns: str, right: tuple[str, ...] = (), title: str | None = None) -> Table:
     """An empty table; `right` names the columns of numbers. Long cells fold, nothing is cut off."""
     result = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))

@@ -117,7 +117,7 @@ def _notes(bridge: "AutoBridge") -> list[str]:
 
 def _print(out: Any, document: dict[str, Any]) -> None:
     """What was assumed; one rank of each stage, by size and by kind of parameter; what is wrong."""
-    for line in document["notes"]:
+    for line in [*document["notes"], *output.overruled(document)]:
         out.print(f"note: {line}")
     ranks = output.counted(document["world_size"], "rank")
     if stages := document["stages"]:

@@ -141,8 +141,8 @@ def _print(document: dict[str, Any], args: argparse.Namespace) -> None:
     out.print(f"{verdict}: {document['model_type']}, {document['dtype']}, {ranks}")
     for name, value in document["request"].get("dropout_off", {}).items():
         out.print(f"  {name}={value} of config.json is off in both models")
-    for failure in document["failures"]:
-        out.print(f"  {failure}")
+    for line in [*output.overruled(document), *document["failures"]]:
+        out.print(f"  {line}")
 
 
 def rows(document: dict[str, Any]) -> list[tuple[str, str, str]]:

@@ -43,7 +43,9 @@ def expected(
             " Try: mtp_num_layers=None (--set mtp_num_layers=none)"
         )
     weight = model_config.mtp_loss_scaling_factor / depth if depth else 0.0
-    model = reference.load(bridge.folder, torch.float32, name, vision=bool(batch.inputs))
+    model = reference.load(
+        bridge.folder, torch.float32, name, vision=bool(batch.inputs), fields=bridge.overruled
+    )
     exact = reference.run(model, batch, gradients=with_gradients, mtp_weight=weight)
     if dtype == torch.float32:
         return Expected(exact, model.names(), FLOAT32)

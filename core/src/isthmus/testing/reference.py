@@ -1,9 +1,10 @@
 """The Hugging Face model as reference: slow, plain, one sequence at a time, loaded by transformers alone."""
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import reduce
 from itertools import repeat
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -45,26 +46,32 @@ class Outputs:
 
 
 def load(
-    folder: Path, dtype: torch.dtype, mtp_reference: str | None = None, *, vision: bool = False
+    folder: Path,
+    dtype: torch.dtype,
+    mtp_reference: str | None = None,
+    *,
+    vision: bool = False,
+    fields: Mapping[str, Any] | None = None,
 ) -> Model:
     """Load the checkpoint with transformers, with eager attention, strictly; a quantised one dequantised.
 
     Args:
         mtp_reference: ``module:function`` of the family that loads the prediction block, None for none.
         vision: load the vision-language model, not the language model in it.
+        fields: of the config, dotted for those of a section, to be other than config.json says.
 
     Raises:
         LookupError: transformers has no causal language model for the checkpoint's model_type.
         ValueError: transformers did not find every tensor it needs.
     """
     with plain_folder(folder) as plain:
-        hf, mtp = _load(plain, dtype, mtp_reference, vision)
+        hf, mtp = _load(plain, dtype, mtp_reference, vision, fields or {})
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
     return Model(hf.to(device).eval(), mtp.to(device).eval() if mtp else None)  # without dropout
 
 
 def _load(
-    folder: Path, dtype: torch.dtype, mtp_reference: str | None, vision: bool
+    folder: Path, dtype: torch.dtype, mtp_reference: str | None, vision: bool, fields: Mapping[str, Any]
 ) -> tuple[Any, nn.Module | None]:
     """HF's model and the prediction block, on the CPU."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
@@ -74,8 +81,12 @@ def _load(
     logging.set_verbosity_error()  # it lists the prediction block as unexpected, which is loaded below
     config = AutoConfig.from_pretrained(folder)
     _import_modeling(config.model_type)
+    for path, value in fields.items():
+        *sections, name = path.split(".")
+        setattr(reduce(getattr, sections, config), name, value)
     loaded: Any = (AutoModelForImageTextToText if vision else AutoModelForCausalLM).from_pretrained(
         folder,
+        config=config,
         dtype=dtype,
         attn_implementation="eager",
         experts_implementation="eager",
@@ -151,9 +162,11 @@ def _one(
         name: (tensor[None] if name.endswith(PER_TOKEN) else tensor).to(tokens.device)
         for name, tensor in inputs.items()
     }
+    states: list[Tensor] = []  # what the head sees
+    watch = model.hf.lm_head.register_forward_pre_hook(lambda head, args: states.append(args[0]))
     with _Positions(model.hf) if batch.inputs else nullcontext() as positions:
-        hidden = model.hf.model(input_ids=tokens, use_cache=False, **given).last_hidden_state
-    logits = model.hf.lm_head(hidden)[0]
+        logits = model.hf(input_ids=tokens, use_cache=False, **given).logits[0]
+    watch.remove()
     into.logits.append(logits.detach().cpu())
     loss = cross_entropy(logits.float(), labels, reduction="sum") / batch.tokens
     into.loss += loss.item()
@@ -161,7 +174,7 @@ def _one(
         return loss
     # The block sees a token's hidden state and the next token, and predicts the one after that.
     where = {"positions": positions.seen[..., :-1]} if positions else {}
-    predicted = model.mtp(model.hf, tokens[:, 1:], hidden[:, :-1], **where)
+    predicted = model.mtp(model.hf, tokens[:, 1:], states[0][:, :-1], **where)
     logits = model.hf.lm_head(predicted)[0]
     into.mtp_logits.append(logits.detach().cpu())
     mtp_loss = cross_entropy(logits.float(), labels[1:], reduction="sum")

@@ -75,6 +75,7 @@ def verify(
     """
     document: dict[str, Any] = {
         "model_type": bridge.hf_config.model_type,
+        "overruled": bridge.overruled,
         "layout": layout.as_dict(),
         "dtype": name_of(request.dtype),
         "request": {

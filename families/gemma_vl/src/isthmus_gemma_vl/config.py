@@ -49,6 +49,7 @@ def megatron_config(hf: HFConfig, keys: frozenset[str]) -> dict[str, Any]:
         "seq_len_interpolation_factor": _whole(rotary.factor),
         "rope_local_base": rotary.sliding,
         "pad": _pad(text),
+        "softcap": _softcap(hf, text),
         **_window(text, kinds),
         # Megatron's own way to scale embeddings and softmax; widths stay what they are. sqrt(base) / head_dim
         # is then query_pre_attn_scalar ** -0.5.
@@ -115,12 +116,11 @@ def _window(text: HFConfig, kinds: list[str]) -> dict[str, Any]:
 
 
 def _refuse(text: HFConfig) -> None:
-    """ValueError where the config asks for what Megatron's attention or head does not compute."""
+    """ValueError where the config asks for what Megatron's attention does not compute."""
     wrong = [
         f"{key}={value}: {why}"
         for key, why in (
             ("attn_logit_softcapping", "no attention of Megatron caps its logits, nor does Hugging Face's"),
-            ("final_logit_softcapping", "Megatron's head does not cap its logits"),
             ("use_bidirectional_attention", "Megatron trains decoders on causal attention"),
         )
         if (value := text.get(key))
@@ -157,6 +157,19 @@ def _pad(text: HFConfig) -> int:
             f"config.json: pad_token_id={pad!r}, expected a token below vocab_size={text['vocab_size']}"
         )
     return -1 if pad is None else pad
+
+
+def _softcap(hf: HFConfig, text: HFConfig) -> float | None:
+    """What caps the logits, None for nothing. ValueError: not positive, or with a vision tower."""
+    cap = text.get("final_logit_softcapping")
+    if cap is not None and not cap > 0:
+        raise ValueError(f"config.json: final_logit_softcapping={cap!r}, expected a positive number or null")
+    if cap is not None and has_vision(hf):
+        raise ValueError(
+            f"config.json: text_config.final_logit_softcapping={cap}: Hugging Face's language model caps its"
+            " logits, its vision-language class does not. Set it to null if the model was trained without"
+        )
+    return cap
 
 
 def _whole(value: float | None) -> float | int | None:

@@ -16,6 +16,7 @@ class Gemma3ModelConfig(VisionModelConfig, HostedModelConfig):
     Attributes:
         rope_local_base: of the rope of sliding layers.
         pad: the token whose embedding is not trained, -1 for none.
+        softcap: what caps the logits, None for nothing.
     """
 
     model: ClassVar[str] = "isthmus_gemma_vl.vision:Gemma3Model"
@@ -24,20 +25,22 @@ class Gemma3ModelConfig(VisionModelConfig, HostedModelConfig):
     transformer_layer_spec: Any | Callable[..., Any] | None = layer_spec
     rope_local_base: float = ROPE_LOCAL_BASE
     pad: int = PAD
+    softcap: float | None = None
 
     @property
     def spec_argument(self) -> Callable[..., Any]:
         """The layer spec that stands for this config on Megatron's command line (`--spec`); with a vision
         tower one that says that Megatron's script does not build it.
 
-        ValueError: sliding layers have another rope, or padding another token, than in every release.
+        ValueError: sliding layers have another rope, or padding another token, than in every release, or
+            logits are capped.
         """
         if self.part == "all":
             return vision_language_spec
-        if (self.rope_local_base, self.pad) != (ROPE_LOCAL_BASE, PAD):
+        if (self.rope_local_base, self.pad, self.softcap) != (ROPE_LOCAL_BASE, PAD, None):
             raise ValueError(
                 "Megatron's training script has no arguments for"
-                f" rope_local_base={self.rope_local_base}, pad={self.pad}, and the layer spec that it calls"
-                f" knows {ROPE_LOCAL_BASE}, {PAD} only"
+                f" rope_local_base={self.rope_local_base}, pad={self.pad}, softcap={self.softcap}, and the"
+                f" layer spec that it calls knows {ROPE_LOCAL_BASE}, {PAD}, None only"
             )
         return layer_spec
