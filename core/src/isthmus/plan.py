@@ -74,7 +74,6 @@ def plan(bridge: AutoBridge, layout: Layout, overrides: Mapping[str, Any]) -> di
     loaded = [name for name in shapes if known is None or name in known]
     return {
         "model_type": bridge.hf_config.model_type,
-        "overruled": bridge.overruled,
         "layout": layout.as_dict(),
         "world_size": layout.world_size,
         "parameters": sum(prod(shapes[name]) for name in loaded),

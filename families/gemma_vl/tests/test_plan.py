@@ -3,27 +3,42 @@
 import json
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from isthmus import cli
 from isthmus.config import HFConfig
 from isthmus.tiny import transformers_tensors
-from isthmus_gemma_vl.tiny import PUBLISHED
+from isthmus_gemma_vl.tiny import PUBLISHED, VISION, vision_language
+
+WITH_TOWER = vision_language(
+    PUBLISHED["4b"],
+    vision_config=VISION,
+    mm_tokens_per_image=256,
+    boi_token_index=255999,
+    eoi_token_index=256000,
+    image_token_index=262144,
+)
 
 
 @pytest.mark.parametrize(
-    ("size", "layout"),
-    [("270m", ["--tp", "4"]), ("27b", ["--tp", "8", "--pp", "2", "--cp", "2"])],
-    ids=["more ranks than key/value heads", "27b"],
+    ("config", "layout"),
+    [
+        (PUBLISHED["270m"], ["--tp", "4"]),
+        (PUBLISHED["1b"], ["--tp", "2", "--pp", "2"]),
+        (WITH_TOWER, ["--tp", "4", "--pp", "2"]),
+        (PUBLISHED["27b"], ["--tp", "8", "--pp", "2", "--cp", "2"]),
+    ],
+    ids=["270m, more ranks than key/value heads", "1b", "4b with its vision tower", "27b"],
 )
 def test_ranks_hold_what_transformers_model_has(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], size: str, layout: list[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], config: dict[str, Any], layout: list[str]
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[size]))
+    (tmp_path / "config.json").write_text(json.dumps(config))
     assert cli.main(["plan", str(tmp_path / "config.json"), *layout, "--json", "-"]) == 0
     document = json.loads(capsys.readouterr().out)
-    shapes = transformers_tensors(HFConfig(PUBLISHED[size]), mtp=False)
+    shapes = transformers_tensors(HFConfig(config), mtp=False)
     del shapes["lm_head.weight"]  # the embedding
     assert document["problems"] == []
     assert document["parameters"] == sum(map(prod, shapes.values()))

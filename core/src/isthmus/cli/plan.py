@@ -47,6 +47,7 @@ def run(args: argparse.Namespace) -> int:
     arithmetic.check(bridge.megatron_fields, overrides, "the model of --set")
     document: dict[str, Any] = {
         "model_type": bridge.hf_config.model_type,
+        "overruled": bridge.overruled,
         "layout": layout.as_dict(),
         "world_size": layout.world_size,
         "stages": [],
