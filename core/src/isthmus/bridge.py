@@ -273,43 +273,23 @@ class AutoBridge:
         may be a view of the model's own memory (on a CPU it often is): clone what is written to, or kept
         while the model trains on.
         """
-        for _, name, tensor in self._stream(model, dtype, cpu, ranks):
+        from isthmus.checkpoint.outgoing import stream_of
+
+        for _, name, tensor in stream_of(self, self._checked(model), dtype=dtype, cpu=cpu, ranks=ranks):
             yield name, tensor
 
-    def export_hf_groups(
-        self,
-        model: Model,
-        *,
-        dtype: torch.dtype | str = "auto",
-        cpu: bool = True,
-        ranks: str = "all",
-    ) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    def export_hf_groups(self, model: Model, **options: Any) -> Iterator[list[tuple[str, torch.Tensor]]]:
         """Yield `export_hf_weights` in lists that must reach an engine in one bucket. Collective.
 
         A list holds the tensors that engines fuse: those of one Megatron tensor, codes and scales of each,
-        and what the family declares (`isthmus.weights.atomic`). With `ranks` "owner", one rank owns a list.
+        and what the family declares (`isthmus.weights.atomic`). `options` are those of `export_hf_weights`;
+        with `ranks` "owner", one rank owns a list.
         """
-        stream = self._stream(model, dtype, cpu, ranks)
+        from isthmus.checkpoint.outgoing import stream_of
+
+        stream = stream_of(self, self._checked(model), **options)
         for _, group in itertools.groupby(stream, key=operator.itemgetter(0)):
             yield [(name, tensor) for _, name, tensor in group]
-
-    def _stream(
-        self, model: Model, dtype: torch.dtype | str, cpu: bool, ranks: str
-    ) -> Iterator[tuple[str, str, torch.Tensor]]:
-        """(what stands for the atomic group, HF name, tensor) of `export_hf_weights`."""
-        from isthmus.checkpoint.export import stream
-
-        if ranks not in ("all", "owner"):
-            raise ValueError(f"ranks must be 'all' or 'owner', got {ranks!r}")
-        chunks = self._checked(model)
-        weights, requantiser = self.weight_map(model_config_of(chunks)), self._requantiser(dtype)
-        for name, tensor in stream(self._plan(chunks, dtype), everywhere=ranks == "all"):
-            group = weights.group(name)
-            if requantiser is None or name not in requantiser:
-                yield group, name, tensor.cpu() if cpu else tensor
-            else:
-                for stored, part in requantiser.whole(name, tensor):
-                    yield group, stored, part if cpu else part.to(tensor.device)
 
     @collector_paused()
     def save_hf_pretrained(
@@ -328,17 +308,18 @@ class AutoBridge:
         `passthrough` copies the source tensors that the model was built without (its MTP block, ...). `dtype`
         "auto" writes a quantised source's weights as plain numbers, "source" in its own quantised format.
         """
+        from isthmus.checkpoint.outgoing import plan_of, requantiser_of
         from isthmus.checkpoint.save import config_changes, save
 
         chunks = self._checked(model)
         coverage = self.weight_map(model_config_of(chunks)).cover(self.keys)
         save(
             self,
-            self._plan(chunks, dtype, written=True),
+            plan_of(self, chunks, dtype, written=True),
             Path(out_dir),
             coverage=coverage,
             config_changes=config_changes(as_dtype(dtype), coverage, passthrough),
-            requantiser=self._requantiser(dtype),
+            requantiser=requantiser_of(self, dtype),
             max_shard_size=max_shard_size,
             overwrite=overwrite,
             passthrough=passthrough,
@@ -408,35 +389,3 @@ class AutoBridge:
     def _build_like_groups(self, **fields: Any) -> list[nn.Module]:
         """New chunks for Megatron's process groups as they are initialised, of these config fields."""
         return self.build_model(self.get_model_config(**Layout.current().config_overrides(), **fields))
-
-    @collector_paused()
-    def _plan(self, chunks: list[nn.Module], dtype: torch.dtype | str, *, written: bool = False) -> Any:
-        from isthmus.checkpoint.export import plan
-        from isthmus.names import live_tensors, unwrapped
-
-        source = self.reader.tensors if self.folder is not None else {}
-        wanted, requantiser = as_dtype(dtype), self._requantiser(dtype)
-
-        def dtype_of(name: str, held: torch.dtype) -> torch.dtype:
-            if wanted is not None and held.is_floating_point:
-                return wanted
-            if requantiser is not None and name in requantiser:
-                return held  # rounded once: to its codes
-            return source[name].dtype if name in source else held
-
-        order = {name: position for position, name in enumerate(source)}
-        return plan(
-            list(live_tensors(chunks)),
-            unwrapped(chunks[0]),
-            self.weight_map(model_config_of(chunks)),
-            dtype_of=dtype_of,
-            order=order or None,
-            in_place=lambda name: written and (requantiser is None or name not in requantiser),
-        )
-
-    def _requantiser(self, dtype: torch.dtype | str) -> Any:
-        """What writes a quantised source's format again, where `dtype` asks for it; else None."""
-        from isthmus.checkpoint.requantise import Requantiser
-
-        quantised = self.folder is not None and getattr(self.reader, "quantised", None)
-        return Requantiser(self.reader) if quantised and dtype == "source" else None
