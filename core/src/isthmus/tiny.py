@@ -67,13 +67,10 @@ def transformers_tensors(hf: HFConfig, mtp: bool) -> dict[str, tuple[int, ...]]:
     `mtp` does not matter: transformers has no block for it. Families whose files differ write theirs down.
     """
     import torch
-    from transformers.models.auto.configuration_auto import model_type_to_module_name
 
-    from isthmus.hosting.torch_functions import import_modeling
+    from isthmus.hosting.torch_functions import modeling_of
 
-    name = model_type_to_module_name(hf.model_type)
-    modeling = import_modeling(f"transformers.models.{name}.modeling_{name}")
-    model_class = getattr(modeling, hf["architectures"][0])
+    model_class = getattr(modeling_of(hf.model_type), hf["architectures"][0])
     with torch.device("meta"):
         model = model_class(model_class.config_class.from_dict(dict(hf.raw)))
     return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}

@@ -18,6 +18,17 @@ KERNEL_PACKAGES = ("fla", "causal_conv1d")
 BOUNDARIES = ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
 
 
+def modeling_of(model_type: str) -> ModuleType:
+    """`import_modeling` of a model type's file; LookupError where transformers has no such language model."""
+    from transformers.models.auto.configuration_auto import model_type_to_module_name
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise LookupError(f"transformers has no causal language model for model_type {model_type!r}")
+    name = model_type_to_module_name(model_type)
+    return import_modeling(f"transformers.models.{name}.modeling_{name}")
+
+
 def import_modeling(name: str) -> ModuleType:
     """The modeling file `name`; in a process without a GPU, with its own torch functions and without fla.
 

@@ -77,10 +77,12 @@ def _load(
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.utils import logging
 
+    from isthmus.hosting.torch_functions import modeling_of
+
     logging.disable_progress_bar()
     logging.set_verbosity_error()  # it lists the prediction block as unexpected, which is loaded below
     config = AutoConfig.from_pretrained(folder)
-    _import_modeling(config.model_type)
+    modeling_of(config.model_type)  # on a CPU with its own torch functions
     for path, value in fields.items():
         *sections, name = path.split(".")
         setattr(reduce(getattr, sections, config), name, value)
@@ -102,19 +104,6 @@ def _load(
         with CheckpointReader(folder) as reader:
             mtp = getattr(importlib.import_module(module), name)(hf, reader)
     return hf, mtp
-
-
-def _import_modeling(model_type: str) -> None:
-    """Import HF's modeling file, on a CPU with its own torch functions."""
-    from transformers.models.auto.configuration_auto import model_type_to_module_name
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    from isthmus.hosting.torch_functions import import_modeling
-
-    if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        raise LookupError(f"transformers has no causal language model for model_type {model_type!r}")
-    name = model_type_to_module_name(model_type)
-    import_modeling(f"transformers.models.{name}.modeling_{name}")
 
 
 def run(model: Model, batch: Batch, *, gradients: bool, mtp_weight: float = 0.0) -> Outputs:
