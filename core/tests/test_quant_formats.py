@@ -17,7 +17,10 @@ from torch import Tensor
 from isthmus.checkpoint.dequantised import DequantisedReader, open_checkpoint
 from isthmus.checkpoint.dtypes import same_bits
 from isthmus.checkpoint.requantise import Requantiser
+from isthmus.cli.inspect import sample
 
+STATED_SHAPE = 2 * 8  # bytes of a `weight_shape`
+FLOAT32 = 1e-5  # a sum in another order
 E4M3, E5M2, E8M0 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu
 
 
@@ -329,6 +332,35 @@ def test_a_slice_is_the_slice_of_the_whole(case, made):
                     assert same_bits(found, whole[first:last, left:right]), (first, last, left, right)
         if values.dim() == 3:
             assert same_bits(reader.slice(name, slice(1, 2), slice(2, 5)), values[1:2, 2:5])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_slice_reads_its_own_codes_and_the_scales(case, made):
+    reader, expected = made(case)
+    for name, values in expected.items():
+        item, stored = reader.quantised[name], reader.stored
+        sizes = {role: stored.tensors[part].nbytes for role, part in item.parts.items()}
+        of_one = sizes.pop("codes") / values.numel()
+        before, half = stored.bytes_read, values.shape[-1] // 2
+        reader.slice(name, slice(1, 3), slice(0, half), 1 if values.dim() == 3 else None)
+        codes = 2 * (half + item.codec.word) * of_one  # the last word may be cut
+        assert stored.bytes_read - before <= codes + sum(sizes.values()) + STATED_SHAPE
+        assert codes < 0.75 * of_one * values.numel()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_sample_shows_the_spread_of_what_is_stored_and_of_what_it_means(case, made):
+    """`isthmus inspect`: standard deviations of the first 256 rows."""
+    reader, expected = made(case)
+    for row in sample(reader):
+        item, values = reader.quantised[row["name"]], expected[row["name"]]
+        first = (values if values.dim() == 2 else values[0])[:256].float()
+        assert row["std_values"] == pytest.approx(first.std().item(), rel=FLOAT32)
+        assert row["format"] == item.label
+        if item.codec.word == 1:  # one code is one stored number
+            codes = reader.stored.slice(item.codes).float()
+            codes = codes if codes.dim() == 2 else codes[0]
+            assert row["std_codes"] == pytest.approx(codes[:256].std().item(), rel=FLOAT32)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -28,6 +28,63 @@ DECODER = 61 * (ATTENTION + NORMS) + 3 * DENSE + 58 * EXPERTS + 2 * VOCABULARY *
 MTP = ATTENTION + NORMS + EXPERTS + 2 * HIDDEN * HIDDEN + 3 * HIDDEN
 
 
+# Releases that are a DeepSeek-V3 of other sizes: what their config.json has otherwise.
+PLAIN = {key: value for key, value in V3.items() if key != "quantization_config"} | {
+    "num_nextn_predict_layers": 0,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "rope_theta": 50000.0,
+    "vocab_size": 163840,
+}
+KIMI_K2 = PLAIN | {
+    "num_attention_heads": 64,
+    "num_key_value_heads": 64,
+    "n_routed_experts": 384,
+    "routed_scaling_factor": 2.827,
+    "max_position_embeddings": 131072,
+    "rope_scaling": V3["rope_scaling"] | {"factor": 32.0, "beta_fast": 1.0, "beta_slow": 1.0},
+}
+MOONLIGHT = PLAIN | {
+    "hidden_size": 2048,
+    "intermediate_size": 11264,
+    "moe_intermediate_size": 1408,
+    "num_hidden_layers": 27,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "n_shared_experts": 2,
+    "n_routed_experts": 64,
+    "num_experts_per_tok": 6,
+    "q_lora_rank": None,
+    "rms_norm_eps": 1e-5,
+    "rope_scaling": None,
+    "routed_scaling_factor": 2.446,
+    "max_position_embeddings": 8192,
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "layout", "billions"),
+    [
+        (KIMI_K2, ["--tp", "8", "--pp", "2", "--ep", "32", "--pipeline-layout", "Et*31|t*30L"], 1026.4),
+        (MOONLIGHT, ["--tp", "2", "--ep", "8"], 15.96),
+    ],
+    ids=["kimi-k2", "moonlight"],
+)
+def test_other_sizes_work_from_their_config(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    config: dict[str, object],
+    layout: list[str],
+    billions: float,
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert cli.main(["plan", str(tmp_path), *layout, "--json", "-"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["problems"] == []
+    assert document["parameters"] / 1e9 == pytest.approx(billions, rel=1e-3)
+
+
 def test_the_whole_model_is_divided_over_512_ranks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

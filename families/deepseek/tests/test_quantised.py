@@ -158,3 +158,19 @@ def test_outputs_are_hugging_faces_of_the_dequantised_checkpoint(
     assert document["failures"] == []
     assert document["forward"]["argmax_agreement"] == 1.0
     assert (document["gradients"] is not None) == grads
+
+
+@pytest.mark.parametrize("mistake", ["codes taken for numbers", "scales the wrong way round"])
+def test_numbers_that_no_model_has_fail_though_hugging_face_agrees(tmp_path: Path, mistake: str) -> None:
+    """The reference is given the same wrong scales, so that only their size tells."""
+    folder = tmp_path / "hf"
+    write_tiny(FAMILY, folder, "no_mtp+fp8_block", seed=1)
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("_scale_inv") and ".experts." in name]:
+        scale = tensors[name]
+        tensors[name] = torch.ones_like(scale) if mistake.startswith("codes") else 1 / scale
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (document,) = ranks.run(1, proof, folder, Layout().resolved(), Request())
+    (line,) = [line for line in document["failures"] if "implausible" in line]
+    assert "model.layers.{1..3}.mlp.experts.{0..15}" in line
+    assert not [name for name in document["quantisation"]["implausible"] if ".experts." not in name]
