@@ -16,6 +16,7 @@ from torch import Tensor
 from isthmus.layout import Layout
 from isthmus.registry import families, family
 from isthmus.testing import ranks
+from isthmus.testing.files import tensors
 from isthmus.testing.tiny import write_tiny
 
 pytestmark = pytest.mark.skipif("qwen3_next" not in families(), reason="needs the family qwen3_next")
@@ -35,14 +36,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
         return root / variant
 
     return folder
-
-
-def tensors(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a folder, read by safetensors."""
-    found = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        found |= load_file(file)
-    return found
 
 
 def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:

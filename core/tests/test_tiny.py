@@ -10,11 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
-from torch import Tensor
 
 from isthmus import cli
 from isthmus.registry import family
+from isthmus.testing.files import tensors
 from isthmus.testing.tiny import stacked_experts, write_tiny
 
 EXPERTS = "model.layers.0.mlp.experts"
@@ -31,13 +30,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
         return root / variant
 
     return folder
-
-
-def tensors(folder: Path) -> dict[str, Tensor]:
-    found = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        found |= load_file(file)
-    return found
 
 
 def test_one_seed_gives_one_checkpoint_and_another_seed_another(tmp_path: Path) -> None:

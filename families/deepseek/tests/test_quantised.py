@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,8 +15,9 @@ from isthmus.checkpoint.reader import CheckpointReader
 from isthmus.layout import Layout
 from isthmus.testing import ranks
 from isthmus.testing.dequantise import plain_folder
+from isthmus.testing.proof import proof
 from isthmus.testing.tiny import write_tiny
-from isthmus.testing.verify import Request, verify
+from isthmus.testing.verify import Request
 from isthmus.tiny import QUANTISED
 from isthmus_deepseek.family import FAMILY
 
@@ -133,12 +133,6 @@ def test_partial_blocks_and_groups_mean_the_same_to_the_reader_and_to_the_plain_
     assert [name for name in expected if not same_bits(reader.slice(name), expected[name])] == []
 
 
-def proof(folder: Path, layout: Layout, request: Request) -> dict[str, Any]:
-    layout.initialize()
-    bridge = AutoBridge.from_hf_pretrained(folder)
-    return verify(bridge, layout, request)
-
-
 @pytest.mark.parametrize(
     ("variant", "layout", "grads"),
     [
@@ -153,8 +147,7 @@ def test_outputs_are_hugging_faces_of_the_dequantised_checkpoint(
     tmp_path: Path, variant: str, layout: Layout, grads: bool
 ) -> None:
     write_tiny(FAMILY, tmp_path / "hf", variant, seed=1)
-    layout = layout.resolved()
-    document = ranks.run(layout.world_size, proof, tmp_path / "hf", layout, Request(grads=grads))[0]
+    document = proof(tmp_path / "hf", layout, Request(grads=grads))
     assert document["failures"] == []
     assert document["forward"]["argmax_agreement"] == 1.0
     assert (document["gradients"] is not None) == grads

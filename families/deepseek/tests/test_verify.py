@@ -16,7 +16,8 @@ from isthmus.bridge import AutoBridge
 from isthmus.layout import Layout
 from isthmus.names import live_tensors
 from isthmus.testing import ranks
-from isthmus.testing.verify import Request, verify
+from isthmus.testing.proof import prove
+from isthmus.testing.verify import Request
 from isthmus_deepseek.family import FAMILY
 
 GRADIENTS = Request(grads=True)
@@ -29,10 +30,7 @@ def proof(folder: Path, layout: Layout, request: Request, mistake: str = "none")
 
 
 def on_rank(folder: Path, layout: Layout, request: Request, mistake: str) -> dict[str, Any]:
-    layout.initialize()
-    bridge = AutoBridge.from_hf_pretrained(folder)
-    MISTAKES[mistake](bridge)
-    return verify(bridge, layout, request)
+    return prove(folder, layout, request, MISTAKES[mistake])
 
 
 @pytest.mark.parametrize(

@@ -15,23 +15,10 @@ from isthmus.layout import Layout
 from isthmus.testing import ranks, reference, training_step
 from isthmus.testing.batch import random_batch
 from isthmus.testing.numerics import rel_rms
+from isthmus.testing.proof import proof
 from isthmus.testing.verify import Request, verify
 
 GRADIENTS = Request(grads=True)
-
-
-def proof(folder: Path, layout: Layout, request: Request) -> dict[str, Any]:
-    layout = layout.resolved()
-    return ranks.run(layout.world_size, on_rank, folder, layout, request)[0]
-
-
-def on_rank(folder: Path, layout: Layout, request: Request) -> dict[str, Any]:
-    layout.initialize()
-    return _verify(AutoBridge.from_hf_pretrained(folder), layout, request)
-
-
-def _verify(bridge: AutoBridge, layout: Layout, request: Request) -> dict[str, Any]:
-    return verify(bridge, layout, request)
 
 
 @pytest.mark.parametrize(
@@ -78,11 +65,11 @@ def mutated(folder: Path, layout: Layout) -> dict[str, list[str]]:
     for name, fields in MUTATIONS.items():
         bridge = AutoBridge.from_hf_pretrained(folder)
         bridge.megatron_fields.update(fields)
-        found[name] = _verify(bridge, layout, GRADIENTS)["failures"]
+        found[name] = verify(bridge, layout, GRADIENTS)["failures"]
     from isthmus_gemma_vl import spec
 
     spec.embedding_scale = lambda config: 1.0
-    found["embeddings not scaled"] = _verify(AutoBridge.from_hf_pretrained(folder), layout, GRADIENTS)[
+    found["embeddings not scaled"] = verify(AutoBridge.from_hf_pretrained(folder), layout, GRADIENTS)[
         "failures"
     ]
     return found
@@ -97,9 +84,9 @@ def test_a_model_that_differs_in_one_point_is_found_out(checkpoints: Callable[[s
 def capped(folder: Path, layout: Layout) -> list[dict[str, Any]]:
     layout.initialize()
     bridge = AutoBridge.from_hf_pretrained(folder)
-    found = [_verify(bridge, layout, GRADIENTS)]
+    found = [verify(bridge, layout, GRADIENTS)]
     bridge.megatron_fields["softcap"] = None
-    return [*found, _verify(bridge, layout, GRADIENTS)]
+    return [*found, verify(bridge, layout, GRADIENTS)]
 
 
 def test_logits_are_capped_where_the_config_says_so(

@@ -18,16 +18,11 @@ from isthmus.layout import Layout
 from isthmus.testing import ranks, reference, training_step
 from isthmus.testing.batch import random_batch
 from isthmus.testing.numerics import FLOAT32, rel_rms
+from isthmus.testing.proof import proof
 from isthmus.testing.verify import SAMPLES, Request, verify
 from isthmus_gemma_vl.samples import sample
 
 GRADIENTS = Request(grads=True)
-
-
-def proof(folder: Path, layout: Layout, request: Request) -> dict[str, Any]:
-    layout.initialize()
-    bridge = AutoBridge.from_hf_pretrained(folder)
-    return verify(bridge, layout, request)
 
 
 @pytest.mark.parametrize(
@@ -44,7 +39,7 @@ def test_outputs_and_gradients_are_hugging_faces(
     checkpoints: Callable[[str], Path], variant: str, layout: Layout, request_: Request
 ) -> None:
     layout = layout.resolved()
-    document = ranks.run(layout.world_size, proof, checkpoints(variant), layout, request_)[0]
+    document = proof(checkpoints(variant), layout, request_)
     assert document["failures"] == []
     assert document["passed"]
     assert document["roundtrip"]["bitwise_equal"]

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 
 from isthmus.bridge import AutoBridge
 from isthmus.layout import Layout
 from isthmus.testing import ranks
+from isthmus.testing.files import renamed, tensors
 from isthmus.testing.verify import Request, verify
 from isthmus_gemma_vl.tiny import tiny_gqa_config
 
@@ -59,26 +59,14 @@ def write(folder: Path, prefix: str = "transformers_5", head: str | None = None,
     torch.manual_seed(0)
     model = transformers.Gemma3ForConditionalGeneration(config).bfloat16()
     model.save_pretrained(folder)
-    tensors = read(folder)
+    content = tensors(folder)
     for written, wanted in PREFIXES[prefix].items():
-        assert any(name.startswith(written) for name in tensors), f"no tensor begins with {written}"
-        tensors = {
-            wanted + name.removeprefix(written) if name.startswith(written) else name: tensor
-            for name, tensor in tensors.items()
-        }
+        content = renamed(content, written, wanted)
     if head is not None:
-        (embedding,) = (tensor for name, tensor in tensors.items() if name.endswith("embed_tokens.weight"))
-        tensors[head] = embedding.clone()
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        (embedding,) = (tensor for name, tensor in content.items() if name.endswith("embed_tokens.weight"))
+        content[head] = embedding.clone()
+    save_file(content, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
-
-
-def read(folder: Path) -> dict[str, torch.Tensor]:
-    tensors = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, "pt") as opened:
-            tensors |= {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
-    return tensors
 
 
 def export(folders: dict[Path, Path], layout: Layout, part: str = "text") -> None:
@@ -103,7 +91,7 @@ def test_exports_are_the_source_bit_for_bit_under_its_own_names(tmp_path: Path, 
     folders[write(tmp_path / "head", vision_use_head=True)] = tmp_path / "head-out"
     ranks.run(2, export, folders, Layout(tp=2).resolved(), part)
     for source, target in folders.items():
-        before, after = read(source), read(target)
+        before, after = tensors(source), tensors(target)
         assert before.keys() == after.keys()
         for name, tensor in before.items():
             assert torch.equal(tensor.view(torch.uint8), after[name].view(torch.uint8)), name

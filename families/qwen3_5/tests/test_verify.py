@@ -7,23 +7,11 @@ from typing import Any
 
 import pytest
 
-from isthmus.bridge import AutoBridge
 from isthmus.layout import Layout
-from isthmus.testing import ranks
-from isthmus.testing.verify import Request, verify
+from isthmus.testing.proof import proof
+from isthmus.testing.verify import Request
 
 GRADIENTS = Request(grads=True)
-
-
-def proof(folder: Path, layout: Layout, request: Request) -> dict[str, Any]:
-    layout = layout.resolved()
-    return ranks.run(layout.world_size, on_rank, folder, layout, request)[0]
-
-
-def on_rank(folder: Path, layout: Layout, request: Request) -> dict[str, Any]:
-    layout.initialize()
-    bridge = AutoBridge.from_hf_pretrained(folder)
-    return verify(bridge, layout, request)
 
 
 @pytest.mark.parametrize(

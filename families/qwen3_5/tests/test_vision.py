@@ -19,7 +19,8 @@ from isthmus.names import unwrapped
 from isthmus.testing import ranks, reference, training_step
 from isthmus.testing.batch import random_batch
 from isthmus.testing.numerics import FLOAT32, rel_rms
-from isthmus.testing.verify import SAMPLES, Request, verify
+from isthmus.testing.proof import prove
+from isthmus.testing.verify import SAMPLES, Request
 from isthmus_qwen3_5.samples import sample
 
 GRADIENTS = Request(grads=True)
@@ -33,11 +34,9 @@ def proof(folder: Path, layout: Layout, request: Request, mutation: str = "") ->
 
 
 def on_rank(folder: Path, layout: Layout, request: Request, mutation: str) -> dict[str, Any]:
-    layout.initialize()
     with pytest.MonkeyPatch.context() as patch:
         MUTATIONS[mutation](patch)
-        bridge = AutoBridge.from_hf_pretrained(folder)
-        return verify(bridge, layout, request)
+        return prove(folder, layout, request)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 
 from isthmus.bridge import AutoBridge
@@ -14,6 +13,7 @@ from isthmus.cli import main
 from isthmus.hosting.torch_functions import import_modeling
 from isthmus.layout import Layout
 from isthmus.testing import ranks, reference
+from isthmus.testing.files import renamed, tensors
 from isthmus.testing.tiny import write_tiny
 from isthmus.testing.verify import Request, verify
 from isthmus_qwen3_5.family import FAMILY
@@ -52,27 +52,11 @@ def write(folder: Path, kind: str, prefix: str = "published") -> Path:
     raw = json.loads((folder / "config.json").read_text())
     raw["text_config"]["mtp_num_hidden_layers"] = 0
     (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
+    content = tensors(folder)
     for written, wanted in zip(PREFIXES["published"], PREFIXES[prefix], strict=True):
-        rename(folder, written, wanted)
+        content = renamed(content, written, wanted)
+    save_file(content, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
-
-
-def rename(folder: Path, written: str, wanted: str) -> None:
-    tensors = read(folder)
-    assert any(name.startswith(written) for name in tensors), f"no tensor begins with {written}"
-    renamed = {
-        wanted + name.removeprefix(written) if name.startswith(written) else name: tensor
-        for name, tensor in tensors.items()
-    }
-    save_file(renamed, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def read(folder: Path) -> dict[str, torch.Tensor]:
-    tensors = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, "pt") as opened:
-            tensors |= {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
-    return tensors
 
 
 def export(folder: Path, target: Path, layout: Layout, part: str | None) -> None:
@@ -100,7 +84,7 @@ def test_an_import_remembers_the_part_and_its_export_has_the_rest(tmp_path: Path
     source, megatron, out = write(tmp_path / "hf", "qwen3_5"), tmp_path / "megatron", tmp_path / "out"
     layout = Layout().resolved()
     ranks.run(1, through_megatron, source, layout, megatron, out, part)
-    before, after = read(source), read(out)
+    before, after = tensors(source), tensors(out)
     assert before.keys() == after.keys()
     for name, tensor in before.items():
         assert torch.equal(tensor.view(torch.uint8), after[name].view(torch.uint8)), name
@@ -156,7 +140,7 @@ def test_the_export_is_the_source_bit_for_bit_under_its_own_names(
     source = write(tmp_path / "hf", "qwen3_5_moe", prefix)
     layout = Layout(tp=2).resolved()
     ranks.run(2, export, source, tmp_path / "out", layout, part)
-    before, after = read(source), read(tmp_path / "out")
+    before, after = tensors(source), tensors(tmp_path / "out")
     assert before.keys() == after.keys()
     assert any(".visual." in f".{name}" for name in before)
     for name, tensor in before.items():
@@ -194,6 +178,6 @@ def test_an_export_states_the_tie_at_both_levels(tmp_path: Path, level: str) -> 
     ranks.run(1, export, tmp_path / "hf", tmp_path / "out", Layout().resolved(), None)
     written = json.loads((tmp_path / "out" / "config.json").read_text())
     assert written["tie_word_embeddings"] is written["text_config"]["tie_word_embeddings"] is True
-    assert "lm_head.weight" not in read(tmp_path / "out")
+    assert "lm_head.weight" not in tensors(tmp_path / "out")
     model = reference.load(tmp_path / "out", torch.float32, vision=True).hf
     assert model.lm_head.weight is model.get_decoder().embed_tokens.weight

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 import isthmus
 from isthmus import cli
 from isthmus.testing import ranks
+from isthmus.testing.files import tensors
 
 pytestmark = ranks.cpu_only
 
@@ -23,10 +23,6 @@ IMPORTS = sorted((Path(__file__).parent / "data").glob("import-*"))
 
 def recorded(megatron: Path) -> dict[str, str]:
     return json.loads((megatron / "isthmus.json").read_text())
-
-
-def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
 
 
 def other_files(folder: Path) -> dict[str, bytes]:

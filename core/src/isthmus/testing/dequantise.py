@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
+
+from isthmus.testing.files import tensors
 
 
 @contextmanager
@@ -25,9 +27,7 @@ def plain_folder(folder: Path) -> Iterator[Path]:
     if not entry:
         yield folder
         return
-    tensors: dict[str, Tensor] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        tensors |= load_file(path)
+    stored = tensors(folder)
     dtype = getattr(torch, config.get("dtype") or config.get("torch_dtype") or "bfloat16")
     with tempfile.TemporaryDirectory(prefix="isthmus-plain-") as name:
         plain = Path(name)
@@ -35,8 +35,8 @@ def plain_folder(folder: Path) -> Iterator[Path]:
             if path.is_file() and ".safetensors" not in path.name:
                 shutil.copyfile(path, plain / path.name)
         (plain / "config.json").write_text(json.dumps(config), encoding="utf-8")
-        values, used = dequantised(tensors, entry)
-        kept = {name: tensor for name, tensor in tensors.items() if name not in used}
+        values, used = dequantised(stored, entry)
+        kept = {name: tensor for name, tensor in stored.items() if name not in used}
         made = {name: tensor.to(dtype).contiguous() for name, tensor in values.items()}
         save_file(kept | made, plain / "model.safetensors", metadata={"format": "pt"})
         yield plain

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from isthmus.family import Family
 from isthmus.layout import Layout
+from isthmus.testing.files import tensors
 from isthmus.testing.tiny import write_tiny
 from isthmus.testing.trainer import Trainer
 
@@ -29,8 +29,7 @@ def pinned_source(family: Family, folder: Path, variant: str) -> Path:
 
 def pinned(folder: Path) -> dict[str, Tensor]:
     """The pinned tensors of a checkpoint, as its files have them. ValueError: it has none."""
-    files = map(load_file, folder.glob("*.safetensors"))
-    found = {name: t for file in files for name, t in file.items() if name.endswith(PINNED)}
+    found = {name: tensor for name, tensor in tensors(folder).items() if name.endswith(PINNED)}
     if not found:
         raise ValueError(f"{folder} has no tensor named *{PINNED}")
     return found
