@@ -113,8 +113,8 @@ def round_at(place: str | None) -> None:
         case "export":
             piece = export.ExportPlan._piece
 
-            def narrow_piece(self: Any, hf: Any, parts: list[Tensor]) -> Any:
-                return piece(self, hf, [rounded(part) for part in parts])
+            def narrow_piece(self: Any, hf: Any, parts: list[Tensor], row: int | None = None) -> Any:
+                return piece(self, hf, [rounded(part) for part in parts], row)
 
             export.ExportPlan._piece = narrow_piece
         case "after DDP":
