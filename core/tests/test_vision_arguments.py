@@ -59,8 +59,9 @@ def test_an_argument_that_there_is_not_is_named() -> None:
             {"input_ids": IDS.view(1, 16), "boundaries": SEQUENCES[:2]},
             "packed_seq_params has its last boundary at 3, the row 16 tokens: make padding a sequence",
         ),
+        ({"tp": 3, "cp": 2}, "rows of 8 tokens, expected a multiple of 6: tensor_model_parallel_size=3 with"),
     ],
-    ids=range(11),
+    ids=range(12),
 )
 def test_what_is_not_of_the_rows_is_named(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
@@ -74,8 +75,9 @@ def test_what_is_not_of_the_rows_is_named(arguments: dict[str, Any], message: st
         {"position_ids": COUNTED, "per_token": {"labels": IDS, "loss_mask": IDS.float()}},
         {"position_ids": COUNTED.expand(3, 2, 8) * 7, "axes": 3},
         {"input_ids": IDS.view(1, 16), "boundaries": SEQUENCES, "position_ids": PACKED},
+        {"tp": 2, "cp": 2},
     ],
-    ids=range(4),
+    ids=range(5),
 )
 def test_what_is_of_the_rows_is_taken(arguments: dict[str, Any]) -> None:
     checked(**arguments)
@@ -95,5 +97,6 @@ def checked(
     per_token: dict[str, Any] | None = None,
     vision: dict[str, Any] | None = None,
     axes: int = 1,
+    **ranks: int,
 ) -> None:
-    check(input_ids, boundaries, position_ids, per_token or {}, vision or {}, axes)
+    check(input_ids, boundaries, position_ids, per_token or {}, vision or {}, axes, **ranks)

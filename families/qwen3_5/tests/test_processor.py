@@ -4,7 +4,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from torch.nn.functional import pad
 
 from isthmus.bridge import AutoBridge
 from isthmus.config import HFConfig
@@ -24,6 +26,7 @@ MARKS = {
     "<|im_start|>": 145,
     "<|im_end|>": 146,
 }
+OF_TOKENS = ("input_ids", "attention_mask", "mm_token_type_ids")
 IMAGE, VIDEO = (f"<|vision_start|><|{kind}_pad|><|vision_end|>" for kind in ("image", "video"))
 
 
@@ -90,9 +93,19 @@ def conversations() -> list[dict[str, Any]]:
     ]
 
 
+def padded(row: Any) -> dict[str, Any]:
+    """A row of an even number of tokens: with one of padding behind it, and no attention_mask, where odd."""
+    return {
+        name: pad(value, (0, value.size(1) % 2)) if name in OF_TOKENS else value
+        for name, value in row.items()
+        if name != "attention_mask"
+    }
+
+
 def logits(folder: Path, layout: Layout) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Megatron's and HF's, of the conversations one by one, and of all in a packed row."""
     from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region as whole
 
     layout.initialize()
     bridge = AutoBridge.from_hf_pretrained(folder)
@@ -103,21 +116,30 @@ def logits(folder: Path, layout: Layout) -> list[tuple[torch.Tensor, torch.Tenso
     given = [dict(each) for each in conversations()]
     with torch.no_grad():
         expected = [hf(**inputs).logits for inputs in given]
-        found = [model(**inputs) for inputs in given]
-        ends = torch.tensor([0, *(inputs["input_ids"].size(1) for inputs in given)]).cumsum(0).int()
+        lengths = [inputs["input_ids"].size(1) for inputs in given]
+        for inputs, length in zip(given, lengths, strict=True):
+            if length % 2:
+                with pytest.raises(ValueError, match=f"rows of {length} tokens, expected a multiple of 2"):
+                    model(**inputs)
+        found = [
+            model(**padded(inputs) if n % 2 else inputs) for n, inputs in zip(lengths, given, strict=True)
+        ]
+        ends = torch.tensor([0, *lengths, sum(lengths) % 2]).cumsum(0).int()  # padding is a sequence
         longest = int(ends.diff().max())
         row: dict[str, Any] = {}
         for name in dict.fromkeys(name for inputs in given for name in inputs):
-            of_tokens = name in ("input_ids", "attention_mask", "mm_token_type_ids")
             parts = [inputs[name] for inputs in given if name in inputs]
-            row[name] = torch.cat(parts, dim=1 if of_tokens else 0)
+            row[name] = torch.cat(parts, dim=1 if name in OF_TOKENS else 0)
         packed = PackedSeqParams("thd", ends, ends, max_seqlen_q=longest, max_seqlen_kv=longest)
-        found.append(model(**row, packed_seq_params=packed))
-    return list(zip(found, [*expected, torch.cat(expected, dim=1)], strict=True))
+        found.append(model(**padded(row), packed_seq_params=packed))
+        expected.append(torch.cat(expected, dim=1))
+    assert {length % 2 for length in lengths} == {0, 1}  # or one of the two would not be tried
+    shapes = [hf.shape for hf in expected]
+    return [(whole(mine)[:, : s[1], : s[2]], hf) for mine, hf, s in zip(found, expected, shapes, strict=True)]
 
 
 def test_a_processors_conversations_give_hugging_faces_logits(checkpoints: Callable[[str], Path]) -> None:
-    for found, expected in ranks.run(1, logits, checkpoints("vision"), Layout().resolved())[0]:
+    for found, expected in ranks.run(2, logits, checkpoints("vision"), Layout(tp=2).resolved())[0]:
         assert rel_rms(found, expected) < FLOAT32.forward
 
 

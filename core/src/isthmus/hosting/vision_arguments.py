@@ -38,6 +38,8 @@ def check(
     per_token: Mapping[str, Any],
     vision: Mapping[str, Any],
     axes: int = 1,
+    tp: int = 1,
+    cp: int = 1,
 ) -> None:
     """ValueError, a line for each argument that is none for the rows `input_ids` (b, s).
 
@@ -46,6 +48,7 @@ def check(
         position_ids: (b, s), as Megatron counts them, or with more than one of `axes` (axes, b, s).
         per_token: by name, what has a value for each token.
         vision: by name, the vision inputs, whose shapes the family knows.
+        tp, cp: ranks that divide a row; tensor-parallel ones do under sequence parallelism alone.
     """
     shape, lines = tuple(input_ids.shape), []
     given = {"position_ids": position_ids, **per_token, **vision}
@@ -56,6 +59,12 @@ def check(
         for name, value in per_token.items()
         if value is not None and name not in others and tuple(value.shape) != shape
     ]
+    if shape[1] % (tp * cp):
+        lines.append(
+            f"input_ids has rows of {shape[1]} tokens, expected a multiple of {tp * cp}:"
+            f" tensor_model_parallel_size={tp} with sequence_parallel and context_parallel_size={cp} divide"
+            " them. Pad behind the tokens, with a loss_mask of 0 there"
+        )
     if boundaries is not None and (stop := int(boundaries[-1])) != shape[1]:
         lines.append(
             f"packed_seq_params has its last boundary at {stop}, the row {shape[1]} tokens: make padding a"

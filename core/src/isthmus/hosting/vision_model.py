@@ -109,8 +109,16 @@ class VisionLanguageModel(GPTModel):
             not isinstance(attention_mask, Tensor) or attention_mask.dim() < 4
         ):
             per_token["attention_mask"] = attention_mask  # HF's processor's; Megatron's is (b, 1, s, s)
+        groups = self.pg_collection
         vision_arguments.check(
-            input_ids, boundaries(packed_seq_params), position_ids, per_token, inputs, self.axes
+            input_ids,
+            boundaries(packed_seq_params),
+            position_ids,
+            per_token,
+            inputs,
+            self.axes,
+            tp=groups.tp.size() if self.config.sequence_parallel else 1,
+            cp=groups.cp.size(),
         )
         self.check(input_ids, whole, position_ids, **inputs)
         attention_mask = _without_padding(attention_mask)
