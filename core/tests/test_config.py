@@ -9,7 +9,15 @@ import torch
 
 from isthmus.config import HFConfig
 from isthmus.config_text import write_config
-from isthmus.decoder import activation, decoder_config, dtype_fields, layer_types, rope, torch_dtype
+from isthmus.decoder import (
+    activation,
+    decoder_config,
+    dtype_fields,
+    layer_types,
+    padding_token,
+    rope,
+    torch_dtype,
+)
 
 LLAMA = {
     "model_type": "llama",
@@ -204,6 +212,24 @@ def test_a_stated_dtype_becomes_the_models_and_an_absent_one_is_left_open():
     assert "params_dtype" not in decoder_config(
         HFConfig({k: v for k, v in LLAMA.items() if k != "torch_dtype"})
     )
+
+
+@pytest.mark.parametrize("pad", [None, 0, 127, -1, -128])
+def test_the_padding_token_is_that_of_torchs_embedding(pad):
+    expected = torch.nn.Embedding(128, 8, pad).padding_idx
+    found = padding_token(HFConfig({"model_type": "gemma3_text", "vocab_size": 128, "pad_token_id": pad}))
+    assert found == (-1 if expected is None else expected)
+
+
+def test_a_padding_token_that_is_not_stated_is_that_of_transformers_class():
+    for model_type, pad in (("gemma3_text", 0), ("qwen3_next", -1)):
+        assert padding_token(HFConfig({"model_type": model_type, "vocab_size": 128})) == pad
+
+
+@pytest.mark.parametrize("pad", [128, -129, True, "0", 1.0])
+def test_a_padding_token_outside_the_vocabulary_is_refused(pad):
+    with pytest.raises(ValueError, match=f"pad_token_id={pad!r}, expected a token below vocab_size=128"):
+        padding_token(HFConfig({"model_type": "llama", "vocab_size": 128, "pad_token_id": pad}))
 
 
 def test_decoder_fields_are_what_transformers_resolves():

@@ -197,6 +197,7 @@ class AutoBridge:
 
         from isthmus import optimizer_state
         from isthmus.backend import check_modules
+        from isthmus.padding_token import FreezePadding
         from isthmus.precision import exact_float16_module
         from isthmus.vocabulary import MaskPadding
 
@@ -206,7 +207,8 @@ class AutoBridge:
         if pg_collection is None:
             transformer = config.transformer
             Layout.of(vars(transformer)).check_groups(experts=bool(transformer.num_moe_experts))
-        hooks = [remember(config), self._pin(config), MaskPadding(config.vocab_size)]
+        pad = getattr(config, "pad", self.megatron_fields["pad"])  # Megatron's own class has no such field
+        hooks = [remember(config), self._pin(config), MaskPadding(config.vocab_size), FreezePadding(pad)]
         config.pre_wrap_hooks = [*config.pre_wrap_hooks, *hooks]
         if wrap_with_ddp and ddp_config is None:
             ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True)

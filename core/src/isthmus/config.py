@@ -15,7 +15,7 @@ from isthmus.json_text import parse_json
 INERT_FOR = {
     "finding the model": "_name_or_path name_or_path architectures model_type auto_map transformers_version",
     "readers of their own": "quantization_config compression_config torch_dtype dtype",
-    "token ids": """pad_token_id bos_token_id eos_token_id sep_token_id cls_token_id unk_token_id
+    "token ids": """bos_token_id eos_token_id sep_token_id cls_token_id unk_token_id
         decoder_start_token_id forced_bos_token_id forced_eos_token_id tokenizer_class""",
     "equal implementations": """attn_implementation _attn_implementation use_cache use_bfloat16
         _attn_implementation_autoset _attn_implementation_internal experts_implementation

@@ -151,7 +151,7 @@ def decoder_config(
         raise ValueError(
             f"config.json: num_attention_heads={heads} is not a multiple of num_key_value_heads={groups}"
         )
-    head_dim = hf.get("head_dim") or _class_head_dim(hf) or hidden // heads
+    head_dim = hf.get("head_dim") or _class_default(hf, "head_dim") or hidden // heads
     biases = {"attention_bias": hf["attention_bias"], "mlp_bias": hf.get("mlp_bias", False)}
     if any(biases.values()):
         raise ValueError(f"config.json: {biases} is not supported: no rule loads the biases of projections")
@@ -180,6 +180,7 @@ def decoder_config(
         "should_pad_vocab": True,
         "make_vocab_size_divisible_by": 1,
         "share_embeddings_and_output_weights": hf["tie_word_embeddings"],
+        "pad": padding_token(hf),
         "seq_length": hf["max_position_embeddings"],
         **position_fields,
         "transformer_impl": "transformer_engine",
@@ -197,10 +198,25 @@ def check_head(tied: bool, keys: frozenset[str]) -> None:
         )
 
 
-def _class_head_dim(hf: HFConfig) -> int | None:
-    """The class default of `head_dim`, None where the class divides the hidden size by the heads instead."""
+def padding_token(hf: HFConfig) -> int:
+    """The token whose embedding Hugging Face does not train, -1 for none. ValueError: not in the vocabulary.
+
+    A negative `pad_token_id` counts from the vocabulary's end, as nn.Embedding's `padding_idx` does.
+    """
+    stated, rows = hf.raw, hf["vocab_size"]
+    hf.read.add("pad_token_id")
+    pad = stated["pad_token_id"] if "pad_token_id" in stated else _class_default(hf, "pad_token_id")
+    if pad is None:
+        return -1
+    if type(pad) is not int or not -rows <= pad < rows:
+        raise ValueError(f"config.json: pad_token_id={pad!r}, expected a token below vocab_size={rows}")
+    return pad % rows
+
+
+def _class_default(hf: HFConfig, key: str) -> Any:
+    """The default of transformers' class, None where the class has no such field."""
     try:
-        return hf.default("head_dim")
+        return hf.default(key)
     except LookupError:
         return None
 

@@ -43,6 +43,7 @@ KIMI_K2 = PLAIN | {
     "n_routed_experts": 384,
     "routed_scaling_factor": 2.827,
     "max_position_embeddings": 131072,
+    "pad_token_id": 163839,
     "rope_scaling": V3["rope_scaling"] | {"factor": 32.0, "beta_fast": 1.0, "beta_slow": 1.0},
 }
 MOONLIGHT = PLAIN | {
@@ -55,6 +56,7 @@ MOONLIGHT = PLAIN | {
     "n_shared_experts": 2,
     "n_routed_experts": 64,
     "num_experts_per_tok": 6,
+    "pad_token_id": 163838,
     "q_lora_rank": None,
     "rms_norm_eps": 1e-5,
     "rope_scaling": None,

@@ -63,7 +63,7 @@ def test_a_models_logits_are_capped_and_a_vision_language_models_are_not() -> No
         ({"rope_parameters": {SLIDING: {"rope_theta": 5.0}}}, "rope_local_base_freq"),
         ({"layer_types": [SLIDING] * 18}, "contradicts itself: sliding_window_pattern"),
         ({"layer_types": [SLIDING] * 3, "sliding_window_pattern": None}, "names 3 layers"),
-        ({"pad_token_id": 262144}, "pad_token_id"),
+        ({"pad_token_id": 262144}, "pad_token_id=262144, expected a token below vocab_size=262144"),
         ({"altup_num_inputs": 4}, "altup_num_inputs"),
     ],
     ids=str,

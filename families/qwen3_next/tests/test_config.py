@@ -31,7 +31,7 @@ def transformers_config(raw):
 def test_the_published_config_needs_no_default_and_gives_its_own_sizes():
     hf = HFConfig(PUBLISHED)
     fields = megatron_config(hf, MTP)
-    assert hf.defaulted == {}
+    assert hf.defaulted == {"pad_token_id": None}  # none: nothing to state
     assert fields["num_layers"] == 48
     assert fields["linear_attention_freq"] == [1, 1, 1, 0] * 12
     assert fields["moe_layer_freq"] == [1] * 48
@@ -104,6 +104,7 @@ CHANGES = {
     "initializer_range": 0.01,
     "rms_norm_eps": 1e-5,
     "tie_word_embeddings": True,
+    "pad_token_id": 1,
     "rope_parameters": {"rope_theta": 1e4},
     "attention_bias": True,
     "attention_dropout": 0.1,
@@ -138,7 +139,7 @@ REFUSED = {
     "rope_scaling": "'yarn'.*4.0",
 }
 # Fields of the class that do not change logits: ids are data, and the rest says what is returned or cached.
-NO_CHANGE = {"use_cache", "pad_token_id", "bos_token_id", "eos_token_id", "output_router_logits"}
+NO_CHANGE = {"use_cache", "bos_token_id", "eos_token_id", "output_router_logits"}
 
 
 @pytest.mark.parametrize("key", CHANGES)

@@ -227,6 +227,21 @@ def padded_vocabulary() -> None:
     layer_spec(Namespace(vocab_size=151, padded_vocab_size=152), model_config().transformer)
 
 
+def padding_token() -> None:
+    from argparse import Namespace
+
+    from isthmus.hosting import own_training
+    from isthmus_qwen3_next.spec import layer_spec
+
+    own_training._saved_pad = lambda folder: 79
+    layer_spec(Namespace(vocab_size=152, padded_vocab_size=152), model_config().transformer)
+
+
+def test_a_padding_token_that_nobody_could_keep_from_training_is_refused():
+    with pytest.raises(ValueError, match=r"padding token 79 .*GPTModelConfig"):
+        launch.run(1, padding_token)
+
+
 def test_vocabulary_padding_that_nobody_could_mask_is_refused():
     with pytest.raises(
         ValueError, match=r"padded_vocab_size=152 is more than vocab_size=151.*GPTModelConfig"

@@ -23,9 +23,10 @@ launch.preload("transformers.modeling_utils")
 
 LOSS = 1e-5  # relative; fp32 sums in another order
 LENGTH = 16
+PAD = 79  # among `tokens`
 RUN = f"""--seq-length {LENGTH} --micro-batch-size 1 --global-batch-size 1 --train-iters 3 --lr 1e-3
-    --eval-iters 0 --eval-interval 100 --save-interval 3 --exit-on-missing-checkpoint --num-workers 0
-    --tokenizer-type NullTokenizer --distributed-backend gloo --use-distributed-optimizer
+    --weight-decay 0 --eval-iters 0 --eval-interval 100 --save-interval 3 --exit-on-missing-checkpoint
+    --num-workers 0 --tokenizer-type NullTokenizer --distributed-backend gloo --use-distributed-optimizer
     --no-masked-softmax-fusion --no-persist-layer-norm --no-rope-fusion --no-bias-dropout-fusion
     --no-bias-swiglu-fusion --tensor-model-parallel-size 2 --sequence-parallel"""
 
@@ -135,16 +136,36 @@ def test_megatrons_training_starts_from_an_import_and_its_checkpoint_is_exported
     tmp_path: Path, delta_net: str, variant: str, signature: str
 ) -> None:
     source = tiny(tmp_path / "source", variant, dtype=torch.float32)
+    if signature == "model config":
+        config = json.loads((source / "config.json").read_text())
+        (source / "config.json").write_text(json.dumps(config | {"pad_token_id": PAD}))
     deep, wide = Layout(pp=2), Layout(tp=2)
     run(deep, import_, source, deep, tmp_path / "megatron", delta_net=delta_net)
     losses, _ = run(wide, pretrain, training_words(tmp_path), signature)
     assert losses[0] == pytest.approx(hf_loss(source), rel=LOSS)
     assert losses[2] < losses[1] < losses[0]
 
+    assert run(Layout(), saved_padding, tmp_path / "trained") == [PAD if signature == "model config" else -1]
+
     build = {"delta_net": delta_net}
     run(deep, export, tmp_path / "trained", deep, tmp_path / "out", source, build=build)
     assert other_files(tmp_path / "out") == other_files(source)
     assert hf_loss(tmp_path / "out") < losses[2]
+    trained = embeddings(source).ne(embeddings(tmp_path / "out")).any(-1)
+    assert trained[tokens()[0, 0]]
+    assert trained[PAD] == (signature != "model config")
+
+
+def saved_padding(folder: Path) -> int:
+    """The padding token that a run which starts from `folder` is told."""
+    from isthmus.hosting.own_training import _saved_pad
+
+    return _saved_pad(str(folder))
+
+
+def embeddings(folder: Path) -> torch.Tensor:
+    with CheckpointReader(folder) as reader:
+        return reader.slice("model.embed_tokens.weight").clone()
 
 
 @ranks.cpu_only

@@ -22,6 +22,7 @@ from isthmus.checkpoint.header import TensorInfo
 from isthmus.checkpoint.manifest import Manifest
 from isthmus.checkpoint.megatron_folder import RELEASE, TRACKER, describe, latest
 from isthmus.names import unwrapped
+from isthmus.padding_token import PAD
 from isthmus.weights import Coverage, collapse
 
 BESIDES = ("optimizer", "chained_", "opt_param", "rng_state", "rerun_state", "common_state")  # not the model
@@ -37,6 +38,7 @@ def write(
     be overwritten.
     """
     config = _whole_config(bridge, chunks)
+    pad = getattr(config, "pad", bridge.megatron_fields["pad"])  # Megatron's own class has no such field
     staged: list[Staging] = []  # on the first rank
 
     def stage() -> Path:
@@ -50,7 +52,7 @@ def write(
     try:
         filled = on_every_rank(fill)
         words = from_first(lambda: describe(bridge, config, staged[0]))
-        _save(chunks, _common(words, config.transformer), folder / RELEASE)
+        _save(chunks, _common(words, config.transformer, pad), folder / RELEASE)
         from_first(lambda: staged[0].publish())
     except BaseException:
         for staging in staged:
@@ -146,15 +148,21 @@ def saved_fields(folder: str | Path, names: Iterable[str]) -> dict[str, Any]:
 
     Empty where it saved none: only a training script other than Megatron's leaves them out.
     """
-    from megatron.core import dist_checkpointing
-
     from isthmus.checkpoint.megatron_arguments import fields
+
+    args = saved_arguments(folder)
+    return fields(args, names) if "num_layers" in args else {}
+
+
+def saved_arguments(folder: str | Path) -> dict[str, Any]:
+    """The arguments in a Megatron folder's newest checkpoint, by name; empty where it has none."""
+    from megatron.core import dist_checkpointing
 
     path = str(latest(folder))
     check_files(path)
     with refused(path):
         args = dist_checkpointing.load_common_state_dict(path).get("args")
-    return {} if not hasattr(args, "num_layers") else fields(vars(args), names)
+    return dict(vars(args)) if hasattr(args, "__dict__") else {}
 
 
 def _whole_config(bridge: Any, chunks: Sequence[nn.Module]) -> Any:
@@ -205,7 +213,7 @@ def _sharded(chunks: Sequence[nn.Module], content: Mapping[str, Any]) -> dict[st
     }
 
 
-def _common(words: list[str], transformer: Any) -> dict[str, Any]:
+def _common(words: list[str], transformer: Any, pad: int) -> dict[str, Any]:
     """What is not sharded, as megatron.training saves it; its `args` only where they describe the model."""
     from isthmus.checkpoint.megatron_arguments import namespace
 
@@ -216,6 +224,7 @@ def _common(words: list[str], transformer: Any) -> dict[str, Any]:
         ckpt_format="torch_dist",
         no_save_optim=True,
         no_save_rng=True,
+        **{PAD: pad},
     )
     return {"args": args, "checkpoint_version": 3.0, "iteration": 0}
 

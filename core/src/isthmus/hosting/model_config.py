@@ -20,12 +20,14 @@ class HostedModelConfig(GPTModelConfig):
             or "state_passing", all on its own run of tokens, for modules and machines that can.
         hidden_act: name of `transformer.activation_func`, taken from it when None. A config written by
             `as_dict` holds no functions, and `from_dict` gets this one back by its name.
+        pad: the token whose embedding is not trained, -1 for none.
     """
 
     hosted_mode: str = "heads"
     cp_layout: str = "zigzag"
     hosted_cp: str = "heads"
     hidden_act: str | None = None
+    pad: int = -1
 
     def __post_init__(self) -> None:
         if self.hidden_act is None:

@@ -7,22 +7,27 @@ hook could make right is refused.
 
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from isthmus.checkpoint.megatron_folder import TRACKER
+from isthmus.padding_token import PAD, FreezePadding
 from isthmus.vocabulary import MaskPadding
 
 
 def prepare(model_config: Any) -> None:
     """Add the hooks that are missing to the config of a model that is about to be built; once per config.
 
-    ValueError: `model_config` is Megatron's args, and the model would have vocabulary padding.
+    ValueError: `model_config` is Megatron's args, and the model would have vocabulary padding, or a padding
+    token whose embedding is not to be trained.
     """
     args = _training_args()
     if not hasattr(model_config, "pre_wrap_hooks"):
         _refuse_padding(model_config)
+        _refuse_pad(_saved_pad(_start(args or model_config)))
         return
     hooks = model_config.pre_wrap_hooks
     if any(isinstance(hook, MaskPadding) for hook in hooks):
@@ -30,17 +35,32 @@ def prepare(model_config: Any) -> None:
     rows = model_config.vocab_size
     if not model_config.should_pad_vocab and getattr(args, "vocab_size", None):
         rows = min(rows, args.vocab_size)  # it counts the padding
-    hooks.append(MaskPadding(rows))
-    folder = getattr(args, "load", None) or getattr(args, "pretrained_checkpoint", None)
+    folder = _start(args)
+    pad = model_config.pad if hasattr(model_config, "pad") else _saved_pad(folder)
+    if args is not None:
+        setattr(args, PAD, pad)  # the run saves its arguments, and one that resumes finds it there
+    hooks += [MaskPadding(rows), FreezePadding(pad)]
     if folder is not None:
         hooks.append(lambda chunks: pin_as_saved(chunks, folder))
+
+
+def _start(args: Any) -> str | None:
+    """The folder that Megatron loads weights from: the first of its two that has a checkpoint."""
+    folders = [getattr(args, name, None) for name in ("load", "pretrained_checkpoint")]
+    return next((each for each in folders if each and (Path(each) / TRACKER).is_file()), None)
+
+
+def _saved_pad(folder: str | None) -> int:
+    """The padding token of the model in a Megatron folder, which no argument of Megatron's tells."""
+    from isthmus.checkpoint.torch_dist import saved_arguments
+
+    return -1 if folder is None else saved_arguments(folder).get(PAD, -1)
 
 
 def pin_as_saved(chunks: list[nn.Module], folder: str) -> list[nn.Module]:
     """Mark the parameters that the Megatron checkpoint in `folder` holds wider; the chunks as they are.
 
-    Not where that is the checkpoint's main dtype: rounding all of it is the user's choice. Nothing where the
-    folder has no checkpoint yet: Megatron decides whether a run may start without one.
+    Not where that is the checkpoint's main dtype: rounding all of it is the user's choice.
     """
     from isthmus.checkpoint.torch_dist import saved_dtypes
     from isthmus.precision import mark_param_dtype
@@ -56,6 +76,16 @@ def _training_args() -> Any:
     """Megatron's parsed arguments in a process that runs its training; None elsewhere."""
     module = sys.modules.get("megatron.training.global_vars")
     return getattr(module, "_GLOBAL_ARGS", None)
+
+
+def _refuse_pad(pad: int) -> None:
+    if pad >= 0:
+        raise ValueError(
+            f"the model's padding token {pad} has an embedding that Hugging Face does not train, and a layer"
+            " spec that is called with args cannot see to that. Build the model of a GPTModelConfig"
+            " (megatron.training.argument_utils.gpt_config_from_args), or set pad_token_id to null in the"
+            " checkpoint's config.json and import it again"
+        )
 
 
 def _refuse_padding(args: Any) -> None:

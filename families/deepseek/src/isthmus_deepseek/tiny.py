@@ -131,8 +131,9 @@ V3_VARIANTS = {
             topk_group=1,
             rope_scaling=None,
             num_nextn_predict_layers=0,
+            pad_token_id=79,  # which verify's sequences have
         ),
-        "as Moonlight: no latent of queries, another epsilon for the norms of the hidden state",
+        "as Moonlight: no latent of queries, a norm epsilon of its own for the latents, a padding token",
         mtp=False,
         fp32=BIAS,
         reloaded=True,

@@ -15,8 +15,10 @@ INERT = frozenset({"_sliding_window_pattern", "cache_implementation"})
 PATTERN = "sliding_window_pattern"
 SIGLIP = "siglip_vision_model"
 # Of a vision-language model: what surrounds its features, which no forward pass looks for, a pooling head
-# that no Gemma 3 uses, and what a training from scratch begins with.
-VISION_INERT = frozenset({"boi_token_index", "eoi_token_index", "vision_use_head", "initializer_range"})
+# that no Gemma 3 uses, what a training from scratch begins with, and padding, which the text config states.
+VISION_INERT = frozenset(
+    {"boi_token_index", "eoi_token_index", "vision_use_head", "initializer_range", "pad_token_id"}
+)
 # Of a vision tower, as transformers' class has them.
 VISION_FIELDS = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_channels"),
@@ -48,7 +50,6 @@ def megatron_config(hf: HFConfig, keys: frozenset[str]) -> dict[str, Any]:
         "rotary_percent": 1.0,
         "seq_len_interpolation_factor": _whole(rotary.factor),
         "rope_local_base": rotary.sliding,
-        "pad": _pad(text),
         "softcap": _softcap(hf, text),
         **_window(text, kinds),
         # Megatron's own way to scale embeddings and softmax; widths stay what they are. sqrt(base) / head_dim
@@ -146,17 +147,6 @@ def _tied(hf: HFConfig, text: HFConfig, keys: frozenset[str]) -> bool:
         )
     check_head(tied, frozenset({"lm_head.weight"}) if keys & set(HEADS) else keys)
     return tied
-
-
-def _pad(text: HFConfig) -> int:
-    """The token whose embedding Hugging Face does not train, -1 for none."""
-    pad = text.raw["pad_token_id"] if "pad_token_id" in text.raw else text["pad_token_id"]
-    text.read.add("pad_token_id")
-    if pad is not None and (type(pad) is not int or not -1 <= pad < text["vocab_size"]):
-        raise ValueError(
-            f"config.json: pad_token_id={pad!r}, expected a token below vocab_size={text['vocab_size']}"
-        )
-    return -1 if pad is None else pad
 
 
 def _softcap(hf: HFConfig, text: HFConfig) -> float | None:

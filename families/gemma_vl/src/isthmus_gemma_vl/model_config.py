@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from isthmus.hosting.model_config import HostedModelConfig
 from isthmus.hosting.vision_config import VisionModelConfig
-from isthmus_gemma_vl.spec import PAD, ROPE_LOCAL_BASE, layer_spec, vision_language_spec
+from isthmus_gemma_vl.spec import ROPE_LOCAL_BASE, layer_spec, vision_language_spec
 
 
 @dataclass(kw_only=True)
@@ -15,7 +15,6 @@ class Gemma3ModelConfig(VisionModelConfig, HostedModelConfig):
 
     Attributes:
         rope_local_base: of the rope of sliding layers.
-        pad: the token whose embedding is not trained, -1 for none.
         softcap: what caps the logits, None for nothing.
     """
 
@@ -24,7 +23,6 @@ class Gemma3ModelConfig(VisionModelConfig, HostedModelConfig):
 
     transformer_layer_spec: Any | Callable[..., Any] | None = layer_spec
     rope_local_base: float = ROPE_LOCAL_BASE
-    pad: int = PAD
     softcap: float | None = None
 
     @property
@@ -32,15 +30,14 @@ class Gemma3ModelConfig(VisionModelConfig, HostedModelConfig):
         """The layer spec that stands for this config on Megatron's command line (`--spec`); with a vision
         tower one that says that Megatron's script does not build it.
 
-        ValueError: sliding layers have another rope, or padding another token, than in every release, or
-            logits are capped.
+        ValueError: sliding layers have another rope than in every release, or logits are capped.
         """
         if self.part == "all":
             return vision_language_spec
-        if (self.rope_local_base, self.pad, self.softcap) != (ROPE_LOCAL_BASE, PAD, None):
+        if (self.rope_local_base, self.softcap) != (ROPE_LOCAL_BASE, None):
             raise ValueError(
                 "Megatron's training script has no arguments for"
-                f" rope_local_base={self.rope_local_base}, pad={self.pad}, softcap={self.softcap}, and the"
-                f" layer spec that it calls knows {ROPE_LOCAL_BASE}, {PAD}, None only"
+                f" rope_local_base={self.rope_local_base}, softcap={self.softcap}, and the layer spec that it"
+                f" calls knows {ROPE_LOCAL_BASE}, None only"
             )
         return layer_spec

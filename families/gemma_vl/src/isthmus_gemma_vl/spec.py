@@ -16,13 +16,10 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from isthmus.activations import FUNCTIONS
 from isthmus.hosting import spec
 from isthmus_gemma_vl.masked import with_masks
-from isthmus_gemma_vl.padding import FreezePadding
 from isthmus_gemma_vl.sandwich import Attention, FeedForward
 from isthmus_gemma_vl.softcap import SoftCap
 
-# Of every release; Megatron's arguments know neither.
-ROPE_LOCAL_BASE = 10_000.0
-PAD = 0
+ROPE_LOCAL_BASE = 10_000.0  # of every release; Megatron's arguments do not know it
 GELU = FUNCTIONS["gelu_pytorch_tanh"]
 
 
@@ -34,15 +31,13 @@ def layer_spec(
     vp_stage).
 
     `config.window_attn_skip_freq` says which layers slide. Of the first argument, `rope_local_base` is the
-    base of their rope, `pad` the token whose embedding is not trained, -1 for none, and `softcap` what caps
-    the logits, None for nothing.
+    base of their rope, and `softcap` what caps the logits, None for nothing.
     """
     config.mup_embedding_mult = embedding_scale(config)
     config.cp_comm_type = config.cp_comm_type or "all_gather"  # Transformer Engine's default has no windows
-    hooks = getattr(model_config, "pre_wrap_hooks", [])  # Megatron's args have none
-    if not any(isinstance(hook, FreezePadding) for hook in hooks):
-        hooks.append(FreezePadding(getattr(model_config, "pad", PAD)))
-        if (cap := getattr(model_config, "softcap", None)) is not None:
+    if (cap := getattr(model_config, "softcap", None)) is not None:  # not of Megatron's args, without hooks
+        hooks = model_config.pre_wrap_hooks
+        if not any(isinstance(hook, SoftCap) for hook in hooks):  # of another chunk
             hooks.append(SoftCap(cap))
     block = spec.decoder_block(config, vp_stage, [None] * config.num_layers)
     layers: Any = block.layer_specs

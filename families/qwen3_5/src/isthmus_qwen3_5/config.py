@@ -9,7 +9,8 @@ from isthmus_qwen3_5.vision_fields import vision_fields
 from isthmus_qwen3_next.config import check_silu, delta_net_fields, moe_fields, mtp_layers
 
 # `mamba_ssm_dtype` is what the releases keep A_log in: the files themselves say it, tensor by tensor.
-INERT = frozenset({"mamba_ssm_dtype", "output_router_logits"})
+# `pad_token_id` counts in the language model's section alone, where it is read.
+INERT = frozenset({"mamba_ssm_dtype", "output_router_logits", "pad_token_id"})
 # What each stated value must be: Hugging Face's model has no other.
 FIXED = {"attn_output_gate": True, "mtp_use_dedicated_embeddings": False}
 

@@ -1,4 +1,4 @@
-"""The padding token's embedding, which Hugging Face's Gemma 3 does not train: nn.Embedding's `padding_idx`.
+"""The padding token's embedding, which Hugging Face's models do not train: nn.Embedding's `padding_idx`.
 
 It counts as given where it is looked up; a head that is tied to it trains it all the same.
 """
@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+PAD = "isthmus_pad"  # what the arguments in a Megatron checkpoint call the token, which none of theirs tells
+
 
 class FreezePadding:
-    """A pre-wrap hook of Megatron's model configs: looking up token `pad` gives no gradient."""
+    """A pre-wrap hook of Megatron's model configs: looking up token `pad` gives no gradient; -1 is none."""
 
     def __init__(self, pad: int) -> None:
         self.pad = pad
@@ -18,7 +20,7 @@ class FreezePadding:
     def __call__(self, chunks: list[nn.Module]) -> list[nn.Module]:
         for chunk in chunks:
             embedding = getattr(chunk, "embedding", None)
-            if embedding is not None:
+            if embedding is not None and self.pad >= 0:
                 embedding.word_embeddings.register_forward_hook(_Detach(self.pad))
         return chunks
 
