@@ -87,6 +87,14 @@ def test_other_sizes_work_from_their_config(
     assert document["parameters"] / 1e9 == pytest.approx(billions, rel=1e-3)
 
 
+def test_a_name_of_its_own_is_refused_with_the_one_that_works(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(KIMI_K2 | {"model_type": "kimi_k2"}))
+    assert cli.main(["plan", str(tmp_path)]) == 2
+    assert '"model_type": "deepseek_v3"' in capsys.readouterr().err
+
+
 def test_the_whole_model_is_divided_over_512_ranks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

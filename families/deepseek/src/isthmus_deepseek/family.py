@@ -7,10 +7,15 @@ from isthmus_deepseek.config import megatron_config
 from isthmus_deepseek.layout import hosted, problems
 from isthmus_deepseek.tiny import TINY
 
+KIMI = (
+    "Kimi-K2 is DeepSeek-V3's architecture, under a name that transformers has no classes for."
+    ' In config.json, write "model_type": "deepseek_v3"'
+)
+
 FAMILY = Family(
     name="deepseek",
     model_types=("deepseek_v2", "deepseek_v3", "deepseek_v32"),
-    refused={"deepseek_v4": v4.REASON},
+    refused={"deepseek_v4": v4.REASON, "kimi_k2": KIMI},
     model_config=megatron_config,
     weights=weights,
     axes=frozenset({"tp", "sp", "pp", "vp", "ep", "etp", "cp", "dp"}),
