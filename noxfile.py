@@ -26,7 +26,13 @@ CPU_ONLY = ("-m", "not gpu")
 # it starts its ranks, and while it works in one process.
 SIDE_BY_SIDE = ("-n", "2", "--dist", "loadscope")
 # Tests that go through isthmus.testing.ranks: of a family by name, and core's own.
-ON_GPU = ("test_conformance.py", "test_verify.py", "test_torch_dist.py")
+ON_GPU = (
+    "test_conformance.py",
+    "test_verify.py",
+    "test_torch_dist.py",
+    "test_vision.py",
+    "test_processor.py",
+)
 CORE_ON_GPU = ("core/tests/test_export.py",)
 
 one_each = nox.parametrize("family", [nox.param(name, id=name) for name in FAMILIES])

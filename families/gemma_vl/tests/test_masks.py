@@ -33,7 +33,11 @@ def hugging_faces(folder: Path, lengths: list[int]) -> dict[str, torch.Tensor]:
 
 
 def compared(folder: Path, lengths: list[int]) -> list[tuple[str, bool, int]]:
-    """Of each layer: its kind, whether the masks are equal, and the keys that the last query sees."""
+    """Of each layer: its kind, whether the masks are equal, and the keys that the last query sees.
+
+    Ours is that of the CPU backend, which has one method for it; Transformer Engine's kernels are given the
+    same window, and do not say what they see.
+    """
     from megatron.core.transformer.enums import AttnMaskType
 
     from isthmus.cpu.positions import packed
@@ -48,7 +52,7 @@ def compared(folder: Path, lengths: list[int]) -> list[tuple[str, bool, int]]:
     every = bridge.megatron_fields["window_attn_skip_freq"]
     for layer, slides in zip(layers, every, strict=True):
         kind = "sliding_attention" if slides else "full_attention"
-        core = layer.self_attention.core_attention
+        core = layer.self_attention.core_attention  # isthmus.cpu's in the place of Transformer Engine's
         ours = core._allowed(tokens, torch.arange(starts[-1]), AttnMaskType.causal)
         found.append((kind, torch.equal(ours, expected[kind]), int(ours[-1].sum())))
     return found

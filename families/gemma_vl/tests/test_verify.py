@@ -12,10 +12,9 @@ import torch
 
 from isthmus.bridge import AutoBridge
 from isthmus.layout import Layout
-from isthmus.testing import ranks, reference, training_step
-from isthmus.testing.batch import random_batch
-from isthmus.testing.numerics import rel_rms
+from isthmus.testing import ranks
 from isthmus.testing.proof import proof
+from isthmus.testing.rounding import INDEPENDENT, bfloat16
 from isthmus.testing.verify import Request, verify
 
 GRADIENTS = Request(grads=True)
@@ -102,43 +101,11 @@ def test_logits_are_capped_where_the_config_says_so(
     assert uncapped["failures"]
 
 
-def bfloat16(folder: Path, layout: Layout) -> dict[str, float]:
-    """Relative RMS between logits: ours and HF's in bf16, and HF's in fp32; and of embeddings in bf16.
-
-    HF's bf16 attention is SDPA, which transformers takes unless it is told otherwise, and eager.
-    """
-    layout.initialize()
-    bridge = AutoBridge.from_hf_pretrained(folder)
-    chunks = bridge.build_model(bridge.get_model_config(calculate_per_token_loss=True))
-    bridge.load_hf_weights(chunks)
-    batch = random_batch(160, tokens=64, seed=0, ranks=1, microbatches=4, packed=False)
-    ours = training_step.run(chunks, batch, gradients=False)
-    assert ours is not None
-    narrow, wide = (reference.load(folder, dtype) for dtype in (torch.bfloat16, torch.float32))
-    eager, exact = (reference.run(model, batch, gradients=False).logits for model in (narrow, wide))
-    narrow.hf.set_attn_implementation("sdpa")
-    hf = reference.run(narrow, batch, gradients=False).logits
-    embedding: Any = next(module for name, module in chunks[0].named_modules() if name.endswith("embedding"))
-    tokens = torch.arange(1, 160)[None]
-    return {
-        "ours against HF": rel_rms(ours.logits, hf),
-        "ours against eager": rel_rms(ours.logits, eager),
-        "ours against fp32": rel_rms(ours.logits, exact),
-        "HF against fp32": rel_rms(hf, exact),
-        "eager against fp32": rel_rms(eager, exact),
-        "embeddings": rel_rms(embedding(tokens, tokens)[:, 0], narrow.hf.model.embed_tokens(tokens)[0]),
-    }
-
-
-# Attention here rounds once, Hugging Face's eager one at each step, so their roundings are two independent
-# samples of one size, and so are those of Hugging Face's own eager and SDPA attention, which differ as much.
-INDEPENDENT = 2**0.5
-
-
+@pytest.mark.parametrize("variant", ["gqa", "vision"])
 def test_bfloat16_is_no_further_from_float32_than_hugging_faces(
-    checkpoints: Callable[[str], Path],
+    checkpoints: Callable[[str], Path], variant: str
 ) -> None:
-    found = ranks.run(1, bfloat16, checkpoints("gqa"), Layout().resolved())[0]
+    found = ranks.run(1, bfloat16, checkpoints(variant), Layout().resolved())[0]
     assert found["ours against HF"] <= found["HF against fp32"]
     assert found["ours against eager"] <= INDEPENDENT * found["eager against fp32"]
     assert found["ours against fp32"] <= found["eager against fp32"]

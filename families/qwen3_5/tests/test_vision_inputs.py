@@ -1,5 +1,6 @@
 """Tokens and vision inputs of Qwen3.5: where positions lie, and what does not belong together."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -53,7 +54,7 @@ def test_packed_sequences_have_the_positions_that_each_has_alone() -> None:
 
 def test_frequencies_are_those_of_hugging_faces_rotary_embedding() -> None:
     modeling = import_modeling("transformers.models.qwen3_5.modeling_qwen3_5")
-    config = modeling.Qwen3_5TextConfig(**tiny_config(head_dim=256, hidden_size=64))
+    config = modeling.Qwen3_5TextConfig(**copy.deepcopy(tiny_config(head_dim=256, hidden_size=64)))
     config.rope_parameters["mrope_section"] = [11, 11, 10]
     rotary = modeling.Qwen3_5TextRotaryEmbedding(config)
     where = torch.randint(500, (3, 2, 32), generator=torch.Generator().manual_seed(0))
@@ -77,8 +78,8 @@ def one_token_less(tokens: Tensor, inputs: dict[str, Tensor]) -> None:
 
 
 def no_tokens(tokens: Tensor, inputs: dict[str, Tensor]) -> None:
-    tokens[1:][tokens[1:] == VISION["image_token_id"]] = 5
-    inputs["mm_token_type_ids"][1:] = 0
+    tokens[1][tokens[1] == VISION["image_token_id"]] = 5
+    inputs["mm_token_type_ids"][1] = 0
 
 
 def a_patch_less(tokens: Tensor, inputs: dict[str, Tensor]) -> None:
@@ -96,7 +97,7 @@ def replaced(**fields: Any) -> Callable[[Tensor, dict[str, Tensor]], None]:
 
 
 def types_of_another(tokens: Tensor, inputs: dict[str, Tensor]) -> None:
-    inputs["mm_token_type_ids"] = inputs["mm_token_type_ids"].flip(0)
+    inputs["mm_token_type_ids"] = inputs["mm_token_type_ids"][[1, 0, 2]]
 
 
 @pytest.mark.parametrize(
@@ -110,7 +111,7 @@ def types_of_another(tokens: Tensor, inputs: dict[str, Tensor]) -> None:
         (one_token_less, r"sample 1 has 5 image tokens in a row where image 0 of grid 1x4x6 has 6 features"),
         (a_patch_less, r"pixel_values has 23 patches, image_grid_thw counts 24"),
         (without("image_grid_thw"), r"pixel_values without image_grid_thw"),
-        (without("mm_token_type_ids"), r"sample 1: no mm_token_type_ids, of which mrope positions"),
+        (without("mm_token_type_ids"), r"samples 1, 2: no mm_token_type_ids, of which mrope positions"),
         (types_of_another, r"samples 0, 1: mm_token_type_ids does not say"),
         (without("pixel_values"), "image_grid_thw without pixel_values, of which the first pipeline stage"),
         *(
@@ -148,12 +149,20 @@ def types_of_another(tokens: Tensor, inputs: dict[str, Tensor]) -> None:
             replaced(image_grid_thw=lambda grid: torch.tensor([[2, 4, 6]])),
             "sample 1 has 6 image tokens in a row where image 0 of grid 2x4x6 has 12 features",
         ),
+        (
+            without("pixel_values_videos", "video_grid_thw"),
+            r"sample 2 has 8 video tokens \(video_token_id=149\), and there is no pixel_values_videos",
+        ),
+        (
+            replaced(video_grid_thw=lambda grid: torch.tensor([[1, 4, 8]])),
+            "sample 2 has 4 video tokens in a row where video 0 of grid 1x4x8 has 8 features",
+        ),
     ],
 )
 def test_inputs_that_do_not_belong_together_name_the_sample(
     change: Callable[[Tensor, dict[str, Tensor]], None], message: str
 ) -> None:
-    tokens, inputs = joined("text", "image")
+    tokens, inputs = joined("text", "image", "video")
     check(tokens, [(0, 32)], None, VISION, needs_pixels=True, **inputs)
     change(tokens, inputs)
     with pytest.raises(ValueError, match=message):

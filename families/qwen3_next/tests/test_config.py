@@ -9,7 +9,7 @@ import torch
 from isthmus.config import HFConfig
 from isthmus.launch import run
 from isthmus.tiny import v5_spelling
-from isthmus_qwen3_next.config import INERT, megatron_config
+from isthmus_qwen3_next.config import INERT, megatron_config, overruled
 from isthmus_qwen3_next.tiny import PUBLISHED, VARIANTS, tiny_config
 
 TINY = tiny_config()
@@ -251,6 +251,14 @@ def test_a_stated_mtp_count_counts_without_a_checkpoint_and_yields_to_one(key):
     assert fields_of({**TINY, key: 1}, frozenset({"lm_head.weight"}))["mtp_num_layers"] is None
     with pytest.raises(ValueError, match="states 2 MTP layers, the checkpoint has 1"):
         fields_of({**TINY, key: 2}, MTP)
+
+
+@pytest.mark.parametrize("key", ["num_nextn_predict_layers", "mtp_num_hidden_layers"])
+def test_a_stated_mtp_count_of_which_there_is_no_tensor_is_reported(key):
+    stated = HFConfig({**TINY, key: 1})
+    assert overruled(stated, {"lm_head.weight": (160, 64)}) == {key: 0}
+    assert overruled(stated, dict.fromkeys(MTP, (1,))) == {}
+    assert overruled(HFConfig(TINY), {"lm_head.weight": (160, 64)}) == {}
 
 
 def test_an_mtp_layer_that_megatron_would_build_otherwise_is_refused():

@@ -54,6 +54,14 @@ def layer_spec(
     return spec
 
 
+def vision_language_spec(*args: Any, **kwargs: Any) -> TransformerBlockSubmodules:
+    """What `--spec` names for a model with a vision tower. ValueError: Megatron's script builds none."""
+    raise ValueError(
+        "Megatron's training script builds language models, without the vision tower of this checkpoint."
+        " Build the model with AutoBridge.build_model in a script of your own, or import with part='text'"
+    )
+
+
 def _prepare(model_config: Any, transformer: TransformerConfig) -> None:
     """See to it that the model computes what Hugging Face's does, also where no bridge builds it."""
     optimizer_state.install()

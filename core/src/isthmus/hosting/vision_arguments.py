@@ -3,7 +3,7 @@
 Pure, and of every family alike; what belongs together in vision inputs each family knows itself.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -98,3 +98,15 @@ def _positions(
 def whole_numbers(tensor: Tensor) -> bool:
     """Whether a tensor holds integers: no floats, and no booleans."""
     return not tensor.is_floating_point() and not tensor.is_complex() and tensor.dtype is not torch.bool
+
+
+def named(samples: Sequence[int]) -> str:
+    """The numbers of samples as errors have them, each once: "sample 2", "samples 0, 2"."""
+    unique = sorted(set(samples))
+    return f"sample{'s' if len(unique) > 1 else ''} {', '.join(map(str, unique))}"
+
+
+def check_together(lines: Sequence[str]) -> None:
+    """ValueError with the lines, of how a family's vision inputs and tokens do not agree; none: nothing."""
+    if lines:
+        raise ValueError("vision inputs and tokens do not belong together:\n  " + "\n  ".join(lines))

@@ -17,6 +17,9 @@ type Sample = Callable[[Tensor, str, torch.Generator], tuple[Tensor, Inputs]]
 PER_TOKEN = "token_type_ids"
 """How the names of inputs end that have a number for each token."""
 
+PIXELS = "pixel_values"
+"""How the names of inputs begin that the first pipeline stage alone needs."""
+
 
 @dataclass(frozen=True, slots=True)
 class Batch:

@@ -85,7 +85,11 @@ def _section(found: Mapping[str, Difference], expected: Mapping[str, Tensor], no
 def _noise(
     found: Mapping[str, Difference], expected: Mapping[str, Tensor], total: Difference
 ) -> frozenset[str]:
-    """Parameters whose gradients are below `NOISE`, and so are their differences, which are not 0."""
+    """Parameters whose true gradient is zero, and which rounding alone makes differ: not to be ranked.
+
+    On both sides their RMS is below `NOISE` of the RMS of all gradients, and so is their difference, which is
+    not 0: relative to themselves they may differ by any factor.
+    """
     count = sum(expected[name].numel() for name in found)
     limit = NOISE**2 * total.expected_squares / max(1, count)
     return frozenset(

@@ -1,11 +1,10 @@
 """The Hugging Face model as reference: slow, plain, one sequence at a time, loaded by transformers alone."""
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import reduce
-from itertools import repeat
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -116,7 +115,8 @@ def run(model: Model, batch: Batch, *, gradients: bool, mtp_weight: float = 0.0)
         parameter.grad = None
     collected = _Collected()
     with _LayerOutputs(model.hf, collected.layers), torch.set_grad_enabled(gradients):
-        for sequence, inputs in zip(batch.sequences, batch.inputs or repeat({}), strict=False):
+        every: Sequence[Inputs] = batch.inputs or [{}] * len(batch.sequences)
+        for sequence, inputs in zip(batch.sequences, every, strict=True):
             loss = _one(model, sequence.to(model.hf.device), inputs, batch, mtp_weight, collected)
             if gradients:
                 loss.backward()
@@ -153,9 +153,11 @@ def _one(
     }
     states: list[Tensor] = []  # what the head sees
     watch = model.hf.lm_head.register_forward_pre_hook(lambda head, args: states.append(args[0]))
-    with _Positions(model.hf) if batch.inputs else nullcontext() as positions:
-        logits = model.hf(input_ids=tokens, use_cache=False, **given).logits[0]
-    watch.remove()
+    try:
+        with _Positions(model.hf) if batch.inputs else nullcontext() as positions:
+            logits = model.hf(input_ids=tokens, use_cache=False, **given).logits[0]
+    finally:
+        watch.remove()
     into.logits.append(logits.detach().cpu())
     loss = cross_entropy(logits.float(), labels, reduction="sum") / batch.tokens
     into.loss += loss.item()
@@ -173,7 +175,11 @@ def _one(
 
 
 class _Positions:
-    """The positions by which the decoder rotates: with images, no count of its tokens."""
+    """`seen`: the position ids that the decoder's rotary embedding was called with, while it is entered.
+
+    The prediction block rotates by the same ones. With images they are none that count its tokens: HF makes
+    them of the image grids, within its forward.
+    """
 
     seen: Tensor
 

@@ -51,24 +51,27 @@ class Trainer:
             distributed: Megatron's distributed optimizer, else its plain one.
             clip: the gradient norm, at most; 0 is any.
             load: fill the model from `hf`; else its values are random.
-            before_wrap: called with the bare model chunks.
+            before_wrap: called with each bare chunk of a model that is about to be cast.
         """
         from megatron.core import parallel_state
         from megatron.core.distributed import DistributedDataParallelConfig
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+        from isthmus.precision import exact_float16_module
 
         parallel_state.destroy_model_parallel()
         layout.initialize()
         bridge = AutoBridge.from_hf_pretrained(hf)
         config = bridge.get_model_config(**layout.config_overrides(), calculate_per_token_loss=True, **fields)
 
-        def prepare(chunks: list[Any]) -> list[Any]:
-            before_wrap(chunks)
-            return chunks
+        def wrap(config: Any, chunk: Any) -> Any:
+            before_wrap([chunk])
+            return exact_float16_module(config, chunk)
 
-        config.pre_wrap_hooks = [*config.pre_wrap_hooks, prepare]
         ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=distributed)
-        chunks: Any = bridge.build_model(config, wrap_with_ddp=True, ddp_config=ddp)
+        chunks: Any = bridge.build_model(
+            config, wrap_with_ddp=True, ddp_config=ddp, mixed_precision_wrapper=wrap
+        )
         if load:
             bridge.load_hf_weights(chunks)
         adam = OptimizerConfig(

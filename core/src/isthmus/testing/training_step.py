@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from isthmus.names import unwrapped
-from isthmus.testing.batch import PER_TOKEN, Batch, Inputs
+from isthmus.testing.batch import PER_TOKEN, PIXELS, Batch, Inputs
 from isthmus.zigzag import order
 
 
@@ -46,14 +46,13 @@ def run(chunks: Sequence[nn.Module], batch: Batch, *, gradients: bool) -> Record
     layout = getattr(getattr(model, "isthmus_model_config", None), "cp_layout", "zigzag")
     held = order(batch.bounds, groups.cp.size(), layout)
     own = held.chunk(groups.cp.size())[groups.cp.rank()]
-    feeds: list[dict[str, Any]] = [_feed(sequences, batch, own, device) for sequences in microbatches]
+    feeds: list[dict[str, Any]] = [
+        _feed(sequences, batch, torch.arange(batch.row) if batch.inputs else own, device)
+        for sequences in microbatches
+    ]
     if batch.inputs:
         inputs = batch.vision_inputs(groups.dp.rank(), groups.dp.size())
-        everything = torch.arange(batch.row)
-        feeds = [
-            _feed(sequences, batch, everything, device) | _vision(each, batch, device) | {"own": feed}
-            for sequences, each, feed in zip(microbatches, inputs, feeds, strict=True)
-        ]
+        feeds = [feed | _vision(each, batch, device) for feed, each in zip(feeds, inputs, strict=True)]
     for chunk in chunks:
         chunk.train(gradients)
         if gradients:
@@ -62,7 +61,7 @@ def run(chunks: Sequence[nn.Module], batch: Batch, *, gradients: bool) -> Record
             unwrapped(chunk).config.finalize_model_grads_func = finalize_model_grads
     with _Recorder(chunks) as recorder, torch.set_grad_enabled(gradients):
         losses = get_forward_backward_func()(
-            forward_step_func=_forward_step,
+            forward_step_func=_whole_rows if batch.inputs else _forward_step,
             data_iterator=[iter(feeds) for _ in chunks] if len(chunks) > 1 else iter(feeds),
             model=list(chunks) if len(chunks) > 1 else chunks[0],
             num_microbatches=len(feeds),
@@ -135,9 +134,18 @@ def _feed(sequences: list[Tensor], batch: Batch, own: Tensor, device: torch.devi
 
 def _forward_step(feeds: Iterator[dict[str, Any]], model: nn.Module) -> tuple[Tensor, Any]:
     """Megatron's forward step: the chunk's output, and what makes a loss of the last chunk's."""
-    feed = dict(next(feeds))
-    own = feed.pop("own", feed)  # a vision-language model takes whole rows, and its losses are of its own
-    return model(**feed), partial(_loss, mask=own["loss_mask"])
+    feed = next(feeds)
+    return model(**feed), partial(_loss, mask=feed["loss_mask"])
+
+
+def _whole_rows(feeds: Iterator[dict[str, Any]], chunk: nn.Module) -> tuple[Tensor, Any]:
+    """The forward step of a vision-language model, which takes whole rows; its losses are of its own."""
+    from isthmus.hosting.vision_model import own
+
+    model, feed = unwrapped(chunk), next(feeds)
+    mask = own(feed["loss_mask"], model.pg_collection.cp, feed.get("packed_seq_params"))
+    given = {name: v for name, v in feed.items() if model.pre_process or not name.startswith(PIXELS)}
+    return chunk(**given), partial(_loss, mask=mask)
 
 
 def _loss(losses: Tensor, *, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -161,7 +161,7 @@ def _compare(
         packed=request.packed,
         tp=layout.tp,
         cp=layout.cp,
-        sample=_sample(bridge) if getattr(config, "part", "text") == "all" else None,
+        sample=sample_of(bridge) if getattr(config, "part", "text") == "all" else None,
         kinds=request.samples,
     )
     with watch("forward"):
@@ -188,7 +188,7 @@ def _compare(
     return comparison.failures(expected.bounds, document["forward"], document["gradients"])
 
 
-def _sample(bridge: "AutoBridge") -> Any:
+def sample_of(bridge: "AutoBridge") -> Any:
     """What puts images into sequences. LookupError where the family has none."""
     if bridge.family.sample is None:
         raise LookupError(f"family {bridge.family.name} makes no samples with images (Family.sample)")

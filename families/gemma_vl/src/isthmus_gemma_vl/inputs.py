@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
+from isthmus.hosting.vision_arguments import check_together, named
+
 NAMES = ("pixel_values", "token_type_ids")
 
 
@@ -50,12 +52,11 @@ def check(
             )
     elif runs and needs_pixels:
         lines.append(
-            f"{_samples([i for i, _ in runs])}: image tokens (image_token_index={vision['image_token']}), and"
+            f"{named([i for i, _ in runs])}: image tokens (image_token_index={vision['image_token']}), and"
             " there is no pixel_values"
         )
     lines += _types(images, runs, bounds, token_type_ids)
-    if lines:
-        raise ValueError("vision inputs and tokens do not belong together:\n  " + "\n  ".join(lines))
+    check_together(lines)
 
 
 def _types(
@@ -66,7 +67,7 @@ def _types(
         if not runs:
             return []
         return [
-            f"{_samples([i for i, _ in runs])}: no token_type_ids, without which Hugging Face's image tokens"
+            f"{named([i for i, _ in runs])}: no token_type_ids, without which Hugging Face's image tokens"
             " do not see each other. Give what the processor returned"
         ]
     if given.shape != images.shape:
@@ -74,9 +75,4 @@ def _types(
     wrong = ((given == 1) != images).tolist()
     samples = [any(row[start:stop]) for row in wrong for start, stop in bounds]
     found = [i for i, differs in enumerate(samples) if differs]
-    return [f"{_samples(found)}: token_type_ids does not say what input_ids does"] if found else []
-
-
-def _samples(numbers: Sequence[int]) -> str:
-    unique = sorted(set(numbers))
-    return f"sample{'s' if len(unique) > 1 else ''} {', '.join(map(str, unique))}"
+    return [f"{named(found)}: token_type_ids does not say what input_ids does"] if found else []

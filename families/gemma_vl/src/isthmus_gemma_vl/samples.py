@@ -6,8 +6,8 @@ from torch import Tensor
 from isthmus.config import HFConfig
 from isthmus_gemma_vl.names import image_token
 
-# How many images a sequence of each kind holds; of a video, each frame is an image. What does not fit is
-# left out from the end.
+# How many images a sequence of each kind holds; Gemma's processor has no videos, their frames are images.
+# What does not fit is left out from the end: with `verify`'s 32 tokens all but two.
 KINDS = {"text": 0, "image": 1, "images": 2, "video": 3}
 
 

@@ -82,11 +82,8 @@ def _sandwich(layer: ModuleSpec, norm: Any, rotary_base: float | None, masked: b
 
 
 def vision_language_spec(*args: Any, **kwargs: Any) -> TransformerBlockSubmodules:
-    """What `--spec` names for a model with a vision tower. ValueError: Megatron's script builds none."""
-    raise ValueError(
-        "Megatron's training script builds language models, without the vision tower of this checkpoint."
-        " Build the model with AutoBridge.build_model in a script of your own, or import with part='text'"
-    )
+    """:func:`isthmus.hosting.spec.vision_language_spec`, of a gated GELU."""
+    return spec.vision_language_spec(*args, **kwargs)
 
 
 vision_language_spec.gated_activation = GELU  # pyright: ignore[reportFunctionMemberAccess]

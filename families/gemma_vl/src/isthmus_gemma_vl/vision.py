@@ -37,7 +37,7 @@ class Gemma3Model(VisionLanguageModel):
     def mask(self, input_ids: Tensor, row: Row, attention_mask: Tensor | None) -> Tensor | None:
         """Which tokens each may not see, (b, 1, s, s), before windows; None for text, which is causal.
 
-        ValueError: an `attention_mask` is given.
+        ValueError: one of Megatron's is given; of the processor's, which has no padding, nothing is left.
         """
         if attention_mask is not None:
             raise ValueError("leave out attention_mask: it is made of input_ids, and rows have no padding")

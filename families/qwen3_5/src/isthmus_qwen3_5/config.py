@@ -1,12 +1,13 @@
 """Qwen3.5's config.json in Megatron's fields: the arithmetic of the language model, and nothing else."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from isthmus.config import HFConfig
 from isthmus.decoder import check_head, decoder_config, rope, rope_fields
 from isthmus_qwen3_5.names import has_experts, has_vision, text_config
 from isthmus_qwen3_5.vision_fields import vision_fields
-from isthmus_qwen3_next.config import check_silu, delta_net_fields, moe_fields, mtp_layers
+from isthmus_qwen3_next.config import check_silu, delta_net_fields, moe_fields, mtp_layers, without_mtp
 
 # `mamba_ssm_dtype` is what the releases keep A_log in: the files themselves say it, tensor by tensor.
 # `pad_token_id` counts in the language model's section alone, where it is read.
@@ -56,6 +57,11 @@ def megatron_config(hf: HFConfig, keys: frozenset[str]) -> dict[str, Any]:
         fields |= {"part": "all", "vision": vision_fields(hf, text)}
     hf.check_all_understood(INERT)
     return fields
+
+
+def overruled(hf: HFConfig, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+    """Fields in which the tensors of a checkpoint overrule its config.json."""
+    return without_mtp(text_config(hf), shapes, "text_config." if has_vision(hf) else "")
 
 
 def _rope(text: HFConfig, head_dim: int) -> dict[str, Any]:

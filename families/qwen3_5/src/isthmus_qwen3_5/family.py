@@ -2,7 +2,7 @@
 
 from isthmus.family import Family
 from isthmus_qwen3_5.bridge import weights
-from isthmus_qwen3_5.config import megatron_config
+from isthmus_qwen3_5.config import megatron_config, overruled
 from isthmus_qwen3_5.layout import problems
 from isthmus_qwen3_5.tiny import TINY
 
@@ -11,6 +11,7 @@ FAMILY = Family(
     model_types=("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"),
     model_config=megatron_config,
     weights=weights,
+    overruled=overruled,
     axes=frozenset({"tp", "sp", "pp", "vp", "ep", "etp", "cp", "dp"}),
     config_class="isthmus_qwen3_5.model_config:Qwen35ModelConfig",
     problems=problems,

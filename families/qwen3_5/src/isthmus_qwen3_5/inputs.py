@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isthmus.hosting.vision_arguments import whole_numbers
+from isthmus.hosting.vision_arguments import check_together, named, whole_numbers
 
 NAMES = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", "mm_token_type_ids")
 
@@ -71,21 +71,20 @@ def check(
         stated = [row[start:stop].tolist() for row in given for start, stop in bounds]
         wrong = [i for i, sample in enumerate(samples) if sample != stated[i]]
         if wrong:
-            lines.append(f"{_samples(wrong)}: mm_token_type_ids does not say what input_ids does")
+            lines.append(f"{named(wrong)}: mm_token_type_ids does not say what input_ids does")
     seen = [i for i, sample in enumerate(samples) if any(sample)]
     three = position_ids is not None and position_ids.dim() == 3
     if seen and position_ids is not None and not three:
         lines.append(
-            f"{_samples(seen)}: position_ids {tuple(position_ids.shape)} have one axis, those of images and"
+            f"{named(seen)}: position_ids {tuple(position_ids.shape)} have one axis, those of images and"
             f" videos three. Leave them out, or give {(3, *input_ids.shape)}"
         )
     elif seen and given is None and not three:
         lines.append(
-            f"{_samples(seen)}: no mm_token_type_ids, of which mrope positions are made. Give what the"
+            f"{named(seen)}: no mm_token_type_ids, of which mrope positions are made. Give what the"
             " processor returned, or position_ids (3, b, s)"
         )
-    if lines:
-        raise ValueError("vision inputs and tokens do not belong together:\n  " + "\n  ".join(lines))
+    check_together(lines)
 
 
 def _shapes(
@@ -157,15 +156,10 @@ def _counts(
             )
             return
     if len(runs) > len(wanted):
-        yield f"{_samples([i for i, _ in runs[len(wanted) :]])}: {kind.name} tokens that no {kind.grid} is of"
+        yield f"{named([i for i, _ in runs[len(wanted) :]])}: {kind.name} tokens that no {kind.grid} is of"
     if len(wanted) > len(runs):
         extra = sorted({number for number, *_ in wanted[len(runs) :]})
         yield (
             f"{kind.name} {', '.join(map(str, extra))} of {kind.grid} has no tokens: the"
             f" {len(samples)} samples have {len(runs)} runs of {kind.name} tokens, the grids {len(wanted)}"
         )
-
-
-def _samples(numbers: Sequence[int]) -> str:
-    unique = sorted(set(numbers))
-    return f"sample{'s' if len(unique) > 1 else ''} {', '.join(map(str, unique))}"

@@ -4,8 +4,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from isthmus.hosting.spec import vision_language_spec
 from isthmus.hosting.vision_config import VisionModelConfig
-from isthmus_qwen3_5.spec import hosted_layer_spec, layer_spec, native_layer_spec, vision_language_spec
+from isthmus_qwen3_5.spec import hosted_layer_spec, layer_spec, native_layer_spec
 from isthmus_qwen3_next.model_config import Qwen3NextModelConfig
 
 

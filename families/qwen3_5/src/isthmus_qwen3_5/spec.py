@@ -53,11 +53,3 @@ def hosted_layer_spec(
 ) -> TransformerBlockSubmodules:
     """`layer_spec` with HF's delta net and HF's attention, for `--spec`."""
     return block(HOSTED, model_config, config, vp_stage, delta_net="hosted", attention="hosted")
-
-
-def vision_language_spec(*args: Any, **kwargs: Any) -> TransformerBlockSubmodules:
-    """What `--spec` names for a model with a vision tower. ValueError: Megatron's script builds none."""
-    raise ValueError(
-        "Megatron's training script builds language models, without the vision tower of this checkpoint."
-        " Build the model with AutoBridge.build_model in a script of your own, or import with part='text'"
-    )

@@ -1,6 +1,7 @@
 """Qwen3-Next's config.json in Megatron's fields: the arithmetic of the model, nothing of a training run."""
 
 import re
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from isthmus.config import HFConfig
@@ -41,6 +42,21 @@ def megatron_config(hf: HFConfig, keys: frozenset[str]) -> dict[str, Any]:
     }
     hf.check_all_understood(INERT)
     return fields
+
+
+def overruled(hf: HFConfig, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+    """Fields in which the tensors of a checkpoint overrule its config.json."""
+    return without_mtp(hf, shapes)
+
+
+def without_mtp(hf: HFConfig, names: Collection[str], path: str = "") -> dict[str, int]:
+    """0 for the stated numbers of prediction layers where no tensor is of one; `path` is before their names.
+
+    transformers saves no MTP block, and says that there is one.
+    """
+    if any(name.startswith("mtp.") for name in names):
+        return {}
+    return {f"{path}{count}": 0 for count in MTP_COUNTS if hf.get(count)}
 
 
 def check_silu(hf: HFConfig) -> None:

@@ -2,7 +2,7 @@
 
 from isthmus.family import Family
 from isthmus_qwen3_next.bridge import weights
-from isthmus_qwen3_next.config import megatron_config
+from isthmus_qwen3_next.config import megatron_config, overruled
 from isthmus_qwen3_next.layout import problems
 from isthmus_qwen3_next.tiny import TINY
 
@@ -11,6 +11,7 @@ FAMILY = Family(
     model_types=("qwen3_next",),
     model_config=megatron_config,
     weights=weights,
+    overruled=overruled,
     axes=frozenset({"tp", "sp", "pp", "vp", "ep", "etp", "cp", "dp"}),
     config_class="isthmus_qwen3_next.model_config:Qwen3NextModelConfig",
     problems=problems,
