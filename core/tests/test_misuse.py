@@ -4,7 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
 
 from isthmus import AutoBridge
 from isthmus.built import chunks_of
@@ -41,6 +44,17 @@ def test_a_single_chunk_needs_no_list() -> None:
 def test_an_empty_list_is_no_model() -> None:
     with pytest.raises(ValueError, match="no model chunks in an empty list; give what build_model"):
         chunks_of([])
+
+
+def test_parameters_that_fsdp_has_divided_are_refused_by_name() -> None:
+    mesh = DeviceMesh("cpu", [0], _init_backend=False, _rank=0)
+    chunk = MegatronLike()
+    chunk.layers = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+    for layer in (chunk.layers[0], chunk.layers[1]):
+        local = DTensor.from_local(torch.ones(2, 2), mesh, [Replicate()], run_check=False)
+        layer.weight = nn.Parameter(local)
+    with pytest.raises(ValueError, match=r"FSDP has divided 2 parameters.*\n  layers\.\{0\.\.1\}\.weight\n"):
+        chunks_of(chunk)
 
 
 @pytest.mark.parametrize("model", [nn.Linear(1, 1), [nn.Linear(1, 1)], ["model"]], ids=repr)

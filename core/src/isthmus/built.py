@@ -6,13 +6,19 @@ from typing import Any
 from torch import nn
 
 from isthmus.names import unwrapped
+from isthmus.weights import collapse
 
 type Model = nn.Module | Sequence[nn.Module]
 """The model chunks of this rank, or its only one."""
 
 
 def chunks_of(model: Model) -> list[nn.Module]:
-    """The chunks as a list. ValueError where there are none, or where one is no Megatron model."""
+    """The chunks as a list.
+
+    ValueError where there are none, where one is no Megatron model, or where FSDP has divided parameters.
+    """
+    from torch.distributed.tensor import DTensor
+
     chunks = [model] if isinstance(model, nn.Module) and not isinstance(model, nn.ModuleList) else [*model]
     if not chunks:
         raise ValueError("there are no model chunks in an empty list; give what build_model() returned")
@@ -21,6 +27,14 @@ def chunks_of(model: Model) -> list[nn.Module]:
             raise ValueError(
                 f"a {type(chunk).__name__} is not a Megatron model; give what build_model() returned"
             )
+    divided = [name for chunk in chunks for name, p in chunk.named_parameters() if isinstance(p, DTensor)]
+    if divided:
+        raise ValueError(
+            f"FSDP has divided {len(divided)} parameters, of which a rank holds any rows:\n  "
+            + "\n  ".join(collapse(divided))
+            + "\nWeights go into and out of models that tensor, expert and pipeline parallelism alone divide:"
+            " build the model with Megatron's DistributedDataParallel, or before FSDP wraps it"
+        )
     return chunks
 
 

@@ -4,7 +4,7 @@ One flat dict holds fields of GPTModelConfig and of its TransformerConfig. A val
 compute with raises; where config.json is silent, transformers' own class supplies it (`HFConfig`).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -189,13 +189,38 @@ def decoder_config(
     }
 
 
-def check_head(tied: bool, keys: frozenset[str]) -> None:
-    """ValueError where a checkpoint with tensor names `keys` lacks the head that an untied model has."""
-    if not tied and keys and "lm_head.weight" not in keys:
+def tied_head(
+    hf: HFConfig, text: HFConfig, keys: frozenset[str], heads: Sequence[str] = ("lm_head.weight",)
+) -> bool:
+    """Whether the head is the embedding, by a config, its language model's section and the tensor names.
+
+    Hugging Face's vision-language class reads the config's own level, its language model the section. What
+    one of them states goes for both, unless the section alone states another value than the class of the
+    whole config has by default. Then only a tie counts, and only where the files have no head.
+
+    Args:
+        text: the section, or `hf` where there is none.
+        heads: names of the head where it is in the files; the first as published.
+
+    Raises:
+        ValueError: the two levels disagree, or an untied head is not in the files.
+    """
+    key = "tie_word_embeddings"
+    whole, nested = bool(hf[key]), text.get(key)  # a null is none to Hugging Face
+    silent, absent = key not in hf, not keys.intersection(heads)
+    if nested is not None and nested != whole and not (silent and nested and absent):
         raise ValueError(
-            "config.json says tie_word_embeddings=False, and the checkpoint has no lm_head.weight. Set it "
-            "to true if the head is the embedding, or restore the missing file"
+            f"config.json contradicts itself: {key}={whole}{' by default' if silent else ''}, and"
+            f" text_config.{key}={nested}. Hugging Face's vision-language class reads the first, its language"
+            " model the second: make them equal"
         )
+    tied = whole if nested is None else nested
+    if not tied and keys and absent:
+        raise ValueError(
+            f"config.json says {key}=False, and the checkpoint has no {heads[0]}. Set it to true if the head"
+            " is the embedding, or restore the missing file"
+        )
+    return tied
 
 
 def padding_token(hf: HFConfig) -> int:

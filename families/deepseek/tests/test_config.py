@@ -8,7 +8,7 @@ import torch
 
 from isthmus.config import HFConfig
 from isthmus.testing.ranks import run
-from isthmus_deepseek.config import megatron_config
+from isthmus_deepseek.config import megatron_config, overruled
 from isthmus_deepseek.tiny import V2, V2_LITE, V3, V32, tiny_v2, tiny_v3, tiny_v32
 
 NONE = frozenset[str]()
@@ -150,7 +150,10 @@ def test_what_megatron_would_compute_otherwise_is_refused(config: dict[str, Any]
 def test_the_files_decide_whether_there_is_a_prediction_layer() -> None:
     decoder = frozenset({"lm_head.weight", *(f"model.layers.{i}.input_layernorm.weight" for i in range(4))})
     assert fields(tiny_v3(), decoder)["mtp_num_layers"] is None
-    assert fields(tiny_v3(), decoder | {"model.layers.4.enorm.weight"})["mtp_num_layers"] == 1
+    assert overruled(HFConfig(tiny_v3()), dict.fromkeys(decoder)) == {"num_nextn_predict_layers": 0}
+    whole = decoder | {"model.layers.4.enorm.weight"}
+    assert fields(tiny_v3(), whole)["mtp_num_layers"] == 1
+    assert overruled(HFConfig(tiny_v3()), dict.fromkeys(whole)) == {}
     with pytest.raises(ValueError, match="0 MTP layers, the checkpoint has 1"):
         fields(tiny_v3(num_nextn_predict_layers=0), decoder | {"model.layers.4.enorm.weight"})
     with pytest.raises(ValueError, match="some are missing"):

@@ -1,7 +1,7 @@
 """Vision-language checkpoints that transformers wrote, under every prefix there is: whole, or their text."""
 
-import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,11 +9,13 @@ import torch
 from safetensors.torch import save_file
 
 from isthmus.bridge import AutoBridge
+from isthmus.config import HFConfig
 from isthmus.layout import Layout
 from isthmus.testing import ranks
 from isthmus.testing.files import renamed, tensors
 from isthmus.testing.verify import Request, verify
-from isthmus_gemma_vl.tiny import tiny_gqa_config
+from isthmus_gemma_vl.family import FAMILY
+from isthmus_gemma_vl.tiny import TINY, tiny_gqa_config, vision_language
 
 VISION = {
     "model_type": "siglip_vision_model",
@@ -117,12 +119,41 @@ def test_outputs_and_gradients_are_those_of_hugging_faces_language_model(tmp_pat
     assert {name.split(".")[0] for name in passed} == {"vision_tower", "multi_modal_projector"}
 
 
-@pytest.mark.parametrize(("top", "nested"), [(True, False), (False, True), (None, False)])
-def test_ties_that_contradict_each_other_are_refused(tmp_path: Path, top: bool | None, nested: bool) -> None:
-    source = write(tmp_path / "hf")
-    raw = json.loads((source / "config.json").read_text())
-    raw["tie_word_embeddings"] = top
-    raw["text_config"]["tie_word_embeddings"] = nested
-    (source / "config.json").write_text(json.dumps(raw))
-    with pytest.raises(ValueError, match="contradicts itself: tie_word_embeddings="):
-        AutoBridge.from_hf_pretrained(source, part="text").megatron_fields  # noqa: B018
+@pytest.mark.parametrize(
+    ("top", "nested", "head", "expected"),
+    [
+        (None, None, None, True),
+        (None, True, None, True),
+        (True, True, HEADS[0], True),  # repeated
+        (True, True, HEADS[1], True),
+        (False, False, HEADS[0], False),
+        (False, False, HEADS[1], False),
+        (False, None, HEADS[0], False),
+        (False, False, None, "says tie_word_embeddings=False, and the checkpoint has no lm_head.weight"),
+        (None, False, HEADS[0], "tie_word_embeddings=True by default, and .*=False"),
+        (None, False, None, "tie_word_embeddings=True by default, and .*=False"),
+        (True, False, HEADS[0], "tie_word_embeddings=True, and text_config.tie_word_embeddings=False"),
+        (False, True, None, "tie_word_embeddings=False, and text_config.tie_word_embeddings=True"),
+    ],
+)
+def test_the_head_is_tied_as_both_levels_and_the_files_say(
+    top: bool | None, nested: bool | None, head: str | None, expected: bool | str
+) -> None:
+    raw = vision_language(tiny_gqa_config())
+    for section, value in ((raw, top), (raw["text_config"], nested)):
+        section.pop("tie_word_embeddings")
+        section |= {} if value is None else {"tie_word_embeddings": value}
+    hf = HFConfig(raw)
+    keys = frozenset(TINY.tensors(hf)) - {"lm_head.weight"} | {head} - {None}
+    if isinstance(expected, str):
+        with pytest.raises(ValueError, match=expected):
+            FAMILY.model_config(hf, keys)
+        return
+    found = FAMILY.model_config(hf, keys)
+    assert found["share_embeddings_and_output_weights"] is expected
+    rules = FAMILY.weights(hf, keys, SimpleNamespace(**found)).megatron
+    words = "embedding.word_embeddings.weight"
+    if expected:
+        assert [tensor.name for tensor in rules[words].also] == ([head] if head else [])
+    else:
+        assert [tensor.name for tensor in rules["output_layer.weight"].hf] == [head]

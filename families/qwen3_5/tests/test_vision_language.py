@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 
 from isthmus.bridge import AutoBridge
 from isthmus.cli import main
+from isthmus.config import HFConfig
 from isthmus.hosting.torch_functions import import_modeling
 from isthmus.layout import Layout
 from isthmus.testing import ranks, reference
@@ -17,7 +18,7 @@ from isthmus.testing.files import renamed, tensors
 from isthmus.testing.tiny import write_tiny
 from isthmus.testing.verify import Request, verify
 from isthmus_qwen3_5.family import FAMILY
-from isthmus_qwen3_5.tiny import SHRUNK_TOKENS, tiny_config, tiny_moe_config
+from isthmus_qwen3_5.tiny import SHRUNK_TOKENS, tiny_config, tiny_moe_config, vision_language
 
 VISION = {
     "depth": 2,
@@ -64,7 +65,11 @@ def export(folder: Path, target: Path, layout: Layout, part: str | None) -> None
     bridge = AutoBridge.from_hf_pretrained(folder, part=part)
     model = bridge.build_model(bridge.get_model_config(**layout.config_overrides()))
     bridge.load_hf_weights(model)
+    streamed = {name: tensor.clone() for name, tensor in bridge.export_hf_weights(model)}
     bridge.save_hf_pretrained(model, target)
+    saved = tensors(target)
+    assert streamed.keys() == saved.keys() if part is None else streamed.keys() <= saved.keys()
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in streamed.items())
 
 
 def through_megatron(folder: Path, layout: Layout, megatron: Path, out: Path, part: str) -> None:
@@ -157,20 +162,61 @@ def test_outputs_and_gradients_are_those_of_hugging_faces_language_model(tmp_pat
     assert all(name.startswith("model.visual.") for name in passed)
 
 
-@pytest.mark.parametrize(("top", "nested"), [(True, False), (False, True)])
-def test_ties_that_contradict_each_other_are_refused(tmp_path: Path, top: bool, nested: bool) -> None:
-    source = write(tmp_path / "hf", "qwen3_5")
-    raw = json.loads((source / "config.json").read_text())
-    raw["tie_word_embeddings"] = top
-    raw["text_config"]["tie_word_embeddings"] = nested
-    (source / "config.json").write_text(json.dumps(raw))
-    with pytest.raises(ValueError, match="contradicts itself: tie_word_embeddings="):
-        AutoBridge.from_hf_pretrained(source, part="text").megatron_fields  # noqa: B018
+@pytest.mark.parametrize(
+    ("top", "nested", "head", "expected"),
+    [
+        (True, True, False, True),
+        (True, True, True, True),  # repeated
+        (True, None, False, True),
+        (None, True, False, True),
+        (None, None, True, False),
+        (None, False, True, False),
+        (False, None, True, False),
+        (False, False, True, False),
+        (False, False, False, "says tie_word_embeddings=False, and the checkpoint has no lm_head.weight"),
+        (None, False, False, "says tie_word_embeddings=False, and the checkpoint has no lm_head.weight"),
+        (None, True, True, "tie_word_embeddings=False by default, and text_config.tie_word_embeddings=True"),
+        (True, False, True, "tie_word_embeddings=True, and text_config.tie_word_embeddings=False"),
+        (False, True, False, "tie_word_embeddings=False, and text_config.tie_word_embeddings=True"),
+    ],
+)
+def test_the_head_is_tied_as_both_levels_and_the_files_say(
+    top: bool | None, nested: bool | None, head: bool, expected: bool | str
+) -> None:
+    raw = vision_language(tiny_config())
+    for section, value in ((raw, top), (raw["text_config"], nested)):
+        section.pop("tie_word_embeddings")
+        section |= {} if value is None else {"tie_word_embeddings": value}
+    names = frozenset(FAMILY.tiny.tensors(HFConfig(raw)) if FAMILY.tiny else ())
+    keys = names if head else names - {"lm_head.weight"}
+    if isinstance(expected, str):
+        with pytest.raises(ValueError, match=expected):
+            FAMILY.model_config(HFConfig(raw), keys)
+    else:
+        found = FAMILY.model_config(HFConfig(raw), keys)
+        assert found["share_embeddings_and_output_weights"] is expected
 
 
-@pytest.mark.parametrize("level", ["tie_word_embeddings", "text_config"])
-def test_an_export_states_the_tie_at_both_levels(tmp_path: Path, level: str) -> None:
+def test_a_prediction_block_of_another_name_is_refused_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "hf"
+    write_tiny(FAMILY, folder, "vision")
+    content = renamed(tensors(folder), "mtp.", "language_model.mtp.")
+    save_file(content, folder / "model.safetensors", metadata={"format": "pt"})
+    assert main(["plan", str(folder), "--json", "-"]) == 1
+    problems = " ".join(json.loads(capsys.readouterr().out)["problems"])
+    assert all(name in problems for name in content if ".mtp.fc" in name or ".mtp.norm" in name)
+    assert "model.layers" not in problems
+
+
+@pytest.mark.parametrize(("level", "head"), [("tie_word_embeddings", False), ("text_config", True)])
+def test_an_export_states_the_tie_at_both_levels(tmp_path: Path, level: str, head: bool) -> None:
     write_tiny(FAMILY, tmp_path / "hf", "vision_tied")
+    if head:
+        content = tensors(tmp_path / "hf")
+        content["lm_head.weight"] = content["model.language_model.embed_tokens.weight"].clone()
+        save_file(content, tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
     raw = json.loads((tmp_path / "hf" / "config.json").read_text())
     silent = raw if level == "tie_word_embeddings" else raw["text_config"]
     del silent["tie_word_embeddings"]
@@ -178,6 +224,6 @@ def test_an_export_states_the_tie_at_both_levels(tmp_path: Path, level: str) -> 
     ranks.run(1, export, tmp_path / "hf", tmp_path / "out", Layout().resolved(), None)
     written = json.loads((tmp_path / "out" / "config.json").read_text())
     assert written["tie_word_embeddings"] is written["text_config"]["tie_word_embeddings"] is True
-    assert "lm_head.weight" not in tensors(tmp_path / "out")
+    assert ("lm_head.weight" in tensors(tmp_path / "out")) == head
     model = reference.load(tmp_path / "out", torch.float32, vision=True).hf
     assert model.lm_head.weight is model.get_decoder().embed_tokens.weight

@@ -7,7 +7,7 @@ A family's function returns the block; :func:`layer_spec` makes of it what `GPTM
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 from megatron.core.models.backends import BackendSpecProvider, LocalSpecProvider
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_layer_specs
@@ -54,7 +54,7 @@ def layer_spec(
     return spec
 
 
-def vision_language_spec(*args: Any, **kwargs: Any) -> TransformerBlockSubmodules:
+def vision_language_spec(*args: Any, **kwargs: Any) -> NoReturn:
     """What `--spec` names for a model with a vision tower. ValueError: Megatron's script builds none."""
     raise ValueError(
         "Megatron's training script builds language models, without the vision tower of this checkpoint."

@@ -1,11 +1,12 @@
 """DeepSeek's config.json in Megatron's fields: the arithmetic of the model, nothing of a training run."""
 
 import re
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
 from isthmus.config import HFConfig
-from isthmus.decoder import check_head, decoder_config
+from isthmus.decoder import decoder_config, tied_head
 from isthmus_deepseek.groups import BEST, differs
 from isthmus_deepseek.latent import LATENT_NORM_EPS, latent_attention, rotary
 
@@ -42,7 +43,7 @@ def megatron_config(hf: HFConfig, keys: frozenset[str]) -> dict[str, Any]:
     if absent := [name for name in NEEDED if hf[name] is None]:
         raise ValueError(f"config.json: no {', '.join(absent)}. Add the values used in training")
     fields = decoder_config(hf, rotary(hf))
-    check_head(fields["share_embeddings_and_output_weights"], keys)
+    fields["share_embeddings_and_output_weights"] = tied_head(hf, hf, keys)
     layers, dense = hf["num_hidden_layers"], hf["first_k_dense_replace"]
     sparse = [int(i >= dense) for i in range(layers)]
     if (step := hf.get("moe_layer_freq", 1)) != 1:
@@ -162,6 +163,11 @@ def _indexer(hf: HFConfig, layers: int, dense: int) -> dict[str, Any]:
         "dsa_indexer_rotate_activation": False,
         "dsa_indexer_k_norm_epsilon": INDEXER_NORM_EPS,
     }
+
+
+def overruled(hf: HFConfig, shapes: Mapping[str, Any]) -> dict[str, Any]:
+    """The stated number of prediction layers as 0, where the checkpoint has no tensor of one."""
+    return {} if mtp_layers(hf, frozenset(shapes)) else {name: 0 for name in MTP_COUNTS if hf.get(name)}
 
 
 def mtp_layers(hf: HFConfig, keys: frozenset[str]) -> list[int]:

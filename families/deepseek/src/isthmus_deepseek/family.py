@@ -3,7 +3,7 @@
 from isthmus.family import Family
 from isthmus_deepseek import v4
 from isthmus_deepseek.bridge import weights
-from isthmus_deepseek.config import megatron_config
+from isthmus_deepseek.config import megatron_config, overruled
 from isthmus_deepseek.layout import hosted, problems
 from isthmus_deepseek.tiny import TINY
 
@@ -18,6 +18,7 @@ FAMILY = Family(
     refused={"deepseek_v4": v4.REASON, "kimi_k2": KIMI},
     model_config=megatron_config,
     weights=weights,
+    overruled=overruled,
     axes=frozenset({"tp", "sp", "pp", "vp", "ep", "etp", "cp", "dp"}),
     config_class="isthmus_deepseek.model_config:DeepseekModelConfig",
     problems=problems,

@@ -5,7 +5,7 @@ from typing import Any
 
 from isthmus.config import HFConfig
 from isthmus.config_values import raise_any
-from isthmus.decoder import check_head, decoder_config
+from isthmus.decoder import decoder_config, tied_head
 from isthmus.hosting.vision_config import tower_problems
 from isthmus_gemma_vl.names import HEADS, has_vision, image_token, text_config
 from isthmus_gemma_vl.ropes import FULL, SLIDING, ropes
@@ -43,7 +43,7 @@ def megatron_config(hf: HFConfig, keys: frozenset[str]) -> dict[str, Any]:
     kinds = layer_kinds(text)
     _refuse(text)
     fields |= {
-        "share_embeddings_and_output_weights": _tied(hf, text, keys),
+        "share_embeddings_and_output_weights": tied_head(hf, text, keys, HEADS),
         "layernorm_zero_centered_gamma": True,
         "qk_layernorm": True,
         "rotary_base": _whole(rotary.full),
@@ -128,25 +128,6 @@ def _refuse(text: HFConfig) -> None:
     ]
     if wrong:
         raise ValueError("config.json: not supported:\n  " + "\n  ".join(wrong))
-
-
-def _tied(hf: HFConfig, text: HFConfig, keys: frozenset[str]) -> bool:
-    """Whether the head is the embedding. ValueError: the two levels of the config disagree, or an untied head
-    is not in the files.
-
-    Hugging Face's vision-language class goes by the file's own level, its language model by `text_config`.
-    """
-    tied = hf["tie_word_embeddings"]
-    nested = text.get("tie_word_embeddings")
-    if nested is not None and nested != tied:
-        default = "" if "tie_word_embeddings" in hf else " by default"
-        raise ValueError(
-            f"config.json contradicts itself: tie_word_embeddings={tied}{default}, and"
-            f" text_config.tie_word_embeddings={nested}. Hugging Face's vision-language class reads the"
-            " first, its language model the second: make them equal"
-        )
-    check_head(tied, frozenset({"lm_head.weight"}) if keys & set(HEADS) else keys)
-    return tied
 
 
 def _softcap(hf: HFConfig, text: HFConfig) -> float | None:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from isthmus.config import HFConfig
-from isthmus.decoder import check_head, decoder_config, rope, rope_fields
+from isthmus.decoder import decoder_config, rope, rope_fields, tied_head
 from isthmus_qwen3_5.names import has_experts, has_vision, text_config
 from isthmus_qwen3_5.vision_fields import vision_fields
 from isthmus_qwen3_next.config import check_silu, delta_net_fields, moe_fields, mtp_layers, without_mtp
@@ -36,14 +36,12 @@ def megatron_config(hf: HFConfig, keys: frozenset[str]) -> dict[str, Any]:
     )
     layers = fields["num_layers"]
     sparse = [int(experts)] * layers
-    tied = _tied(hf, text)
     check_silu(text)
-    check_head(tied, keys)
     for key, value in FIXED.items():
         if (stated := text.get(key, value)) != value:
             raise ValueError(f"config.json: {key}={stated!r}, expected {value!r}: no Qwen3.5 has another")
     fields |= {
-        "share_embeddings_and_output_weights": tied,
+        "share_embeddings_and_output_weights": tied_head(hf, text, keys),
         "layernorm_zero_centered_gamma": True,
         "qk_layernorm": True,
         "attention_output_gate": True,
@@ -70,20 +68,3 @@ def _rope(text: HFConfig, head_dim: int) -> dict[str, Any]:
     for key in ("mrope_section", "mrope_interleaved"):
         found.scaling.pop(key, None)
     return rope_fields(found, head_dim)
-
-
-def _tied(hf: HFConfig, text: HFConfig) -> bool:
-    """Whether the head is the embedding. ValueError: the two levels of the config disagree."""
-    stated = {
-        where: value
-        for where, section in (("", hf), ("text_config.", text))
-        if (value := section.get("tie_word_embeddings")) is not None
-    }
-    if len(set(stated.values())) > 1:
-        raise ValueError(
-            "config.json contradicts itself: "
-            + ", ".join(f"{where}tie_word_embeddings={value}" for where, value in stated.items())
-            + ". Hugging Face's vision-language class reads the first, its language model the second:"
-            " make them equal"
-        )
-    return next(iter(stated.values()), text["tie_word_embeddings"])

@@ -154,7 +154,7 @@ def _counts(
                 f"sample {sample} has {length} {kind.name} tokens in a row where {kind.name} {number} of"
                 f" grid {shape} has {size} features"
             )
-            return
+            return  # one run too many or too few moves all that follow: they would be named for nothing
     if len(runs) > len(wanted):
         yield f"{named([i for i, _ in runs[len(wanted) :]])}: {kind.name} tokens that no {kind.grid} is of"
     if len(wanted) > len(runs):

@@ -19,7 +19,7 @@ def positions(
     """HF's mrope positions (3, b, s) of rows (b, s), from 0 in each of the sequences within `bounds`."""
     file, name = MODELING[vision["model_type"]]
     model = getattr(import_modeling(file), f"{name}Model")
-    self = SimpleNamespace(
+    stand_in = SimpleNamespace(  # for HF's model, of which the method below reads no more than this
         config=SimpleNamespace(vision_config=SimpleNamespace(spatial_merge_size=merge)),
         get_vision_position_ids=partial(model.get_vision_position_ids, None),
     )
@@ -32,7 +32,7 @@ def positions(
         return torch.stack(padded, dim=1).flatten(0, 1)
 
     found, _ = model.get_rope_index(
-        self,
+        stand_in,
         samples(input_ids),
         samples(inputs["mm_token_type_ids"]),
         image_grid_thw=inputs["image_grid_thw"],

@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from isthmus.config import HFConfig
-from isthmus.decoder import check_head, decoder_config, layer_types
+from isthmus.decoder import decoder_config, layer_types, tied_head
 
 # Qwen2's sliding window, which releases carry along and Hugging Face's Qwen3-Next never reads; and the two
 # fields of Hugging Face's own auxiliary loss (see `moe_fields`).
@@ -30,8 +30,8 @@ def megatron_config(hf: HFConfig, keys: frozenset[str]) -> dict[str, Any]:
     fields = decoder_config(hf)
     sparse = _sparse_layers(hf)
     check_silu(hf)
-    check_head(fields["share_embeddings_and_output_weights"], keys)
     fields |= {
+        "share_embeddings_and_output_weights": tied_head(hf, hf, keys),
         "layernorm_zero_centered_gamma": True,
         "qk_layernorm": True,
         "attention_output_gate": True,
