@@ -40,6 +40,7 @@ def bfloat16(folder: Path, layout: Layout) -> dict[str, float]:
     )
     ours = training_step.run(chunks, batch, gradients=False)
     assert ours is not None
+    assert ours.logits is not None
     narrow, wide = (reference.load(folder, dtype, vision=vision) for dtype in (torch.bfloat16, torch.float32))
     eager, exact = (reference.run(model, batch, gradients=False).logits for model in (narrow, wide))
     narrow.hf.set_attn_implementation("sdpa")
