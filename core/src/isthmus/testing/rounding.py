@@ -1,5 +1,6 @@
 """How far bf16 moves a model's logits, here and in Hugging Face's own implementations."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,17 @@ from isthmus.testing.verify import SAMPLES, sample_of
 INDEPENDENT = 2**0.5
 
 
-def bfloat16(folder: Path, layout: Layout) -> dict[str, float]:
-    """Relative RMS between logits: ours and HF's in bf16, and HF's in fp32; and of embeddings in bf16.
+def bfloat16(folders: Sequence[Path], layout: Layout) -> list[dict[str, float]]:
+    """Relative RMS between logits, by checkpoint: ours, HF's in bf16, and HF's in fp32; and of embeddings.
 
     HF's bf16 attention is SDPA, which transformers takes unless it is told otherwise, and eager. With a
     vision tower the sequences hold samples of every kind. Collective.
     """
     layout.initialize()
+    return [_of(folder) for folder in folders]
+
+
+def _of(folder: Path) -> dict[str, float]:
     bridge = AutoBridge.from_hf_pretrained(folder)
     chunks = bridge.build_model(bridge.get_model_config(calculate_per_token_loss=True))
     bridge.load_hf_weights(chunks)
