@@ -207,7 +207,7 @@ class AutoBridge:
         if pg_collection is None:
             transformer = config.transformer
             Layout.of(vars(transformer)).check_groups(experts=bool(transformer.num_moe_experts))
-        pad = getattr(config, "pad", self.megatron_fields["pad"])  # Megatron's own class has no such field
+        pad = getattr(config, "pad", self.megatron_fields.get("pad", -1))  # not in Megatron's class
         hooks = [remember(config), self._pin(config), MaskPadding(config.vocab_size), FreezePadding(pad)]
         config.pre_wrap_hooks = [*config.pre_wrap_hooks, *hooks]
         if wrap_with_ddp and ddp_config is None:

@@ -25,34 +25,38 @@ class Rope:
     scaling: dict[str, Any]
 
 
+type Stated = dict[str, tuple[str, Any]]
+"""What a config states in one of several spellings: entry -> (where, value)."""
+
+
+def state(stated: Stated, entry: str, where: str, value: Any) -> None:
+    """Add what `where` says of `entry`, a None nothing. ValueError: another place says otherwise."""
+    if value is None:
+        return
+    first, other = stated.setdefault(entry, (where, value))
+    if other != value:
+        raise ValueError(
+            f"config.json contradicts itself: {first}={other!r}, {where}={value!r}. "
+            "Keep the one the model was trained with"
+        )
+
+
 def rope(hf: HFConfig) -> Rope:
     """The rotary embedding, from `rope_theta`, `partial_rotary_factor`, `rope_scaling` or `rope_parameters`.
 
     ValueError: two spellings contradict each other, or the parameters differ by layer type. LookupError: the
     frequency base is null, for which transformers' class has no default.
     """
-    stated: dict[str, tuple[str, Any]] = {}  # entry -> (where, value)
-
-    def state(entry: str, where: str, value: Any) -> None:
-        if value is None:
-            return
-        if entry in stated and stated[entry][1] != value:
-            first, other = stated[entry]
-            raise ValueError(
-                f"config.json contradicts itself: {first}={other!r}, {where}={value!r}. "
-                "Keep the one the model was trained with"
-            )
-        stated.setdefault(entry, (where, value))
-
+    stated: Stated = {}
     for section in ("rope_parameters", "rope_scaling"):
         for key, value in hf.get(section, {}).items():
             if isinstance(value, Mapping):
                 raise ValueError(
                     f"config.json: {section}.{key} is set by layer type; this family has one rope"
                 )
-            state("rope_type" if key == "type" else key, f"{section}.{key}", value)
+            state(stated, "rope_type" if key == "type" else key, f"{section}.{key}", value)
     for key in ("rope_theta", "partial_rotary_factor"):
-        state(key, key, hf.get(key))
+        state(stated, key, key, hf.get(key))
 
     values = {entry: value for entry, (_, value) in stated.items()}
     if not {"rope_theta", "partial_rotary_factor"} <= values.keys():

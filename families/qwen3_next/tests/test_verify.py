@@ -107,7 +107,7 @@ def test_packed_sequences_are_those_run_one_by_one(
         (Layout(cp=2, dp=2), False, {}),
         (Layout(cp=2), True, {}),
         (Layout(tp=2, cp=2), False, {}),
-        (Layout(tp=2, cp=2), True, {"attention": "hosted"}),
+        (Layout(tp=2, cp=2), True, {"attention": "hosted", "cp_comm_type": "a2a"}),
         (Layout(pp=2, cp=2), False, {}),
         (Layout(cp=2), False, {"attention": "hosted", "hosted_mode": "replicated"}),
         (Layout(cp=2), True, {"attention": "hosted", "cp_layout": "contiguous", "mtp_num_layers": None}),

@@ -38,7 +38,7 @@ def write(
     be overwritten.
     """
     config = _whole_config(bridge, chunks)
-    pad = getattr(config, "pad", bridge.megatron_fields["pad"])  # Megatron's own class has no such field
+    pad = getattr(config, "pad", bridge.megatron_fields.get("pad", -1))  # not in Megatron's class
     staged: list[Staging] = []  # on the first rank
 
     def stage() -> Path:

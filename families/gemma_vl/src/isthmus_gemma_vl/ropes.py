@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from isthmus.config import HFConfig
+from isthmus.decoder import Stated, state
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -25,18 +26,7 @@ class Ropes:
 def ropes(hf: HFConfig) -> Ropes:
     """The two embeddings of a config. ValueError: spellings contradict each other, or a kind of scaling that
     is not "linear", or one of sliding layers."""
-    stated: dict[str, dict[str, tuple[str, Any]]] = {FULL: {}, SLIDING: {}}  # entry -> (where, value)
-
-    def state(kind: str, entry: str, where: str, value: Any) -> None:
-        if value is None:
-            return
-        first, other = stated[kind].setdefault(entry, (where, value))
-        if other != value:
-            raise ValueError(
-                f"config.json contradicts itself: {first}={other!r}, {where}={value!r}. "
-                "Keep the one the model was trained with"
-            )
-
+    stated: dict[str, Stated] = {FULL: {}, SLIDING: {}}
     for kind, section in hf.get("rope_parameters", {}).items():
         if kind not in stated or not isinstance(section, Mapping):
             raise ValueError(
@@ -45,11 +35,11 @@ def ropes(hf: HFConfig) -> Ropes:
             )
         for entry, value in section.items():
             name = "rope_type" if entry == "type" else entry
-            state(kind, name, f"rope_parameters.{kind}.{entry}", value)
+            state(stated[kind], name, f"rope_parameters.{kind}.{entry}", value)
     for entry, value in hf.get("rope_scaling", {}).items():
-        state(FULL, "rope_type" if entry == "type" else entry, f"rope_scaling.{entry}", value)
-    state(FULL, "rope_theta", "rope_theta", hf.get("rope_theta"))
-    state(SLIDING, "rope_theta", "rope_local_base_freq", hf.get("rope_local_base_freq"))
+        state(stated[FULL], "rope_type" if entry == "type" else entry, f"rope_scaling.{entry}", value)
+    state(stated[FULL], "rope_theta", "rope_theta", hf.get("rope_theta"))
+    state(stated[SLIDING], "rope_theta", "rope_local_base_freq", hf.get("rope_local_base_freq"))
 
     values = {kind: {entry: value for entry, (_, value) in found.items()} for kind, found in stated.items()}
     for kind, found in values.items():
