@@ -11,6 +11,7 @@ from isthmus.bridge import AutoBridge
 from isthmus.layout import Layout
 from isthmus.testing import ranks, reference
 from isthmus.testing.numerics import FLOAT32, rel_rms
+from isthmus.testing.picture import picture
 from isthmus_gemma_vl.tiny import SHRUNK_TOKENS, SHRUNK_VISION
 
 WORDS = "what do you see in the image and in the other here is original are some crops to help better ? ."
@@ -39,15 +40,6 @@ def processor() -> Any:
     )
     side = SHRUNK_VISION["image_size"]
     return Gemma3Processor(Gemma3ImageProcessor(size={"height": side, "width": side}), tokenizer, None, 9)
-
-
-def picture(width: int, height: int, seed: int) -> Any:
-    """A PIL image of noise."""
-    from PIL import Image
-
-    generator = torch.Generator().manual_seed(seed)
-    pixels = torch.randint(256, (height, width, 3), generator=generator, dtype=torch.uint8)
-    return Image.fromarray(pixels.numpy())
 
 
 def conversations() -> list[dict[str, Any]]:

@@ -13,6 +13,7 @@ from isthmus.config import HFConfig
 from isthmus.layout import Layout
 from isthmus.testing import ranks, reference
 from isthmus.testing.numerics import FLOAT32, rel_rms
+from isthmus.testing.picture import picture
 from isthmus_qwen3_5.config import megatron_config
 from isthmus_qwen3_5.inputs import KINDS, NAMES, check, token_types
 from isthmus_qwen3_5.tiny import SHRUNK_TOKENS, SHRUNK_VISION, VISION, tiny_config, vision_language
@@ -57,16 +58,6 @@ def processor() -> Any:
             **sizes,
         ),
     )
-
-
-def picture(width: int, height: int, seed: int) -> Any:
-    """A PIL image with an edge in it, and noise."""
-    from PIL import Image
-
-    generator = torch.Generator().manual_seed(seed)
-    pixels = torch.randint(120, (height, width, 3), generator=generator, dtype=torch.uint8)
-    pixels[: height // 2, :, 0] += 120
-    return Image.fromarray(pixels.numpy())
 
 
 def conversations() -> list[dict[str, Any]]:
