@@ -222,8 +222,11 @@ def test_the_padding_token_is_that_of_torchs_embedding(pad):
 
 
 def test_a_padding_token_that_is_not_stated_is_that_of_transformers_class():
-    for model_type, pad in (("gemma3_text", 0), ("qwen3_next", -1)):
+    for model_type, pad in (("gemma3_text", 0), ("qwen3_next", -1), ("of no class", -1)):
         assert padding_token(HFConfig({"model_type": model_type, "vocab_size": 128})) == pad
+    for model_type, pad in (("gemma3", 0), ("qwen3_5", -1)):
+        raw = {"model_type": model_type, "pad_token_id": 5, "text_config": {"vocab_size": 128}}
+        assert padding_token(HFConfig(raw).section("text_config")) == pad
 
 
 @pytest.mark.parametrize("pad", [128, -129, True, "0", 1.0])

@@ -135,6 +135,17 @@ class HFConfig(Mapping[str, Any]):
         self.defaulted[key] = value
         return value
 
+    def class_attribute(self, key: str) -> Any:
+        """What transformers' class has for `key` whatever a file says; None: no such class or attribute."""
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+        if (kind := self._root.model_type) not in CONFIG_MAPPING:
+            return None
+        config: Any = CONFIG_MAPPING[kind]
+        for name in filter(None, self._path.split(".")):
+            config = getattr(config, "sub_configs", {}).get(name)
+        return getattr(config, key, None)
+
     def _as_transformers_reads_it(self) -> Any:
         if self._class_config is None:
             import transformers

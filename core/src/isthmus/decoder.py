@@ -155,7 +155,7 @@ def decoder_config(
         raise ValueError(
             f"config.json: num_attention_heads={heads} is not a multiple of num_key_value_heads={groups}"
         )
-    head_dim = hf.get("head_dim") or _class_default(hf, "head_dim") or hidden // heads
+    head_dim = hf.get("head_dim") or _class_head_dim(hf) or hidden // heads
     biases = {"attention_bias": hf["attention_bias"], "mlp_bias": hf.get("mlp_bias", False)}
     if any(biases.values()):
         raise ValueError(f"config.json: {biases} is not supported: no rule loads the biases of projections")
@@ -234,7 +234,7 @@ def padding_token(hf: HFConfig) -> int:
     """
     stated, rows = hf.raw, hf["vocab_size"]
     hf.read.add("pad_token_id")
-    pad = stated["pad_token_id"] if "pad_token_id" in stated else _class_default(hf, "pad_token_id")
+    pad = stated["pad_token_id"] if "pad_token_id" in stated else hf.class_attribute("pad_token_id")
     if pad is None:
         return -1
     if type(pad) is not int or not -rows <= pad < rows:
@@ -242,10 +242,10 @@ def padding_token(hf: HFConfig) -> int:
     return pad % rows
 
 
-def _class_default(hf: HFConfig, key: str) -> Any:
-    """The default of transformers' class, None where the class has no such field."""
+def _class_head_dim(hf: HFConfig) -> int | None:
+    """The class default of `head_dim`, None where the class divides the hidden size by the heads instead."""
     try:
-        return hf.default(key)
+        return hf.default("head_dim")
     except LookupError:
         return None
 

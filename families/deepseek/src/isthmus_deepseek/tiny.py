@@ -114,7 +114,7 @@ V3_VARIANTS = {
         fp32=BIAS,
         reloaded=True,
     ),
-    "no_mtp": Variant(tiny_v3(), "without the MTP layer", mtp=False, fp32=BIAS),
+    "no_mtp": Variant(tiny_v3(num_nextn_predict_layers=0), "without the MTP layer", mtp=False, fp32=BIAS),
     "bf16_bias": Variant(tiny_v3(), "the router's bias in bfloat16, as some tools save it"),
     "plain_rope": Variant(tiny_v3(rope_scaling=None), "the rotary embedding not scaled", fp32=BIAS),
     "mscales": Variant(
@@ -157,7 +157,11 @@ V3_VARIANTS = {
 
 V32_VARIANTS = {
     "v32": Variant(
-        tiny_v32(), "DeepSeek-V3 with an indexer, without the MTP layer", mtp=False, fp32=BIAS, reloaded=True
+        tiny_v32(num_nextn_predict_layers=0),
+        "DeepSeek-V3 with an indexer, without the MTP layer",
+        mtp=False,
+        fp32=BIAS,
+        reloaded=True,
     ),
 }
 
