@@ -9,6 +9,7 @@ from torch import Tensor
 from isthmus.hosting.vision_arguments import check, check_ids, check_names
 
 IDS = torch.ones(2, 8, dtype=torch.int64)
+VOCABULARY = 99
 COUNTED = torch.arange(8).expand(2, 8)
 SEQUENCES = torch.tensor([0, 3, 16], dtype=torch.int32)
 PACKED = torch.cat([torch.arange(3), torch.arange(13)])[None]
@@ -59,9 +60,14 @@ def test_an_argument_that_there_is_not_is_named() -> None:
             {"input_ids": IDS.view(1, 16), "boundaries": SEQUENCES[:2]},
             "packed_seq_params has its last boundary at 3, the row 16 tokens: make padding a sequence",
         ),
+        (
+            {"input_ids": IDS - 2, "placeholders": (99,)},
+            "input_ids has -1 in row 0, 1, expected",
+        ),
+        ({"input_ids": IDS.clone().index_fill_(1, torch.tensor([7]), 99)}, "input_ids has 99 in row 0, 1"),
         ({"tp": 3, "cp": 2}, "rows of 8 tokens, expected a multiple of 6: tensor_model_parallel_size=3 with"),
     ],
-    ids=range(12),
+    ids=range(14),
 )
 def test_what_is_not_of_the_rows_is_named(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
@@ -76,8 +82,9 @@ def test_what_is_not_of_the_rows_is_named(arguments: dict[str, Any], message: st
         {"position_ids": COUNTED.expand(3, 2, 8) * 7, "axes": 3},
         {"input_ids": IDS.view(1, 16), "boundaries": SEQUENCES, "position_ids": PACKED},
         {"tp": 2, "cp": 2},
+        {"input_ids": IDS.clone().index_fill_(1, torch.tensor([7]), 99), "placeholders": (99,)},
     ],
-    ids=range(5),
+    ids=range(6),
 )
 def test_what_is_of_the_rows_is_taken(arguments: dict[str, Any]) -> None:
     checked(**arguments)
@@ -97,6 +104,17 @@ def checked(
     per_token: dict[str, Any] | None = None,
     vision: dict[str, Any] | None = None,
     axes: int = 1,
+    placeholders: tuple[int, ...] = (),
     **ranks: int,
 ) -> None:
-    check(input_ids, boundaries, position_ids, per_token or {}, vision or {}, axes, **ranks)
+    check(
+        input_ids,
+        boundaries,
+        position_ids,
+        per_token or {},
+        vision or {},
+        VOCABULARY,
+        placeholders,
+        axes,
+        **ranks,
+    )

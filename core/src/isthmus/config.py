@@ -122,7 +122,7 @@ class HFConfig(Mapping[str, Any]):
 
     def default(self, key: str) -> Any:
         """What transformers' class holds for `key` after reading this file. LookupError: no such field."""
-        config = self._root._as_transformers_reads_it()
+        config = self._root.as_transformers_reads_it()
         for name in filter(None, self._path.split(".")):
             config = getattr(config, name)
         try:
@@ -146,7 +146,11 @@ class HFConfig(Mapping[str, Any]):
             config = getattr(config, "sub_configs", {}).get(name)
         return getattr(config, key, None)
 
-    def _as_transformers_reads_it(self) -> Any:
+    def as_transformers_reads_it(self) -> Any:
+        """The config object of transformers' class for this file.
+
+        LookupError: it has no class for the `model_type`. ValueError: the class refuses the file.
+        """
         if self._class_config is None:
             import transformers
             from transformers.models.auto.configuration_auto import CONFIG_MAPPING

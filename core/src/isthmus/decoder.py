@@ -256,7 +256,7 @@ def embedding_prefix(keys: frozenset[str]) -> str:
     ValueError: none, or two of them.
     """
     embedding = "embed_tokens.weight"
-    found = sorted(key.removesuffix(embedding) for key in keys if key.endswith(f".{embedding}"))
+    found = sorted(key.removesuffix(embedding) for key in keys if f".{key}".endswith(f".{embedding}"))
     if len(found) != 1:
         raise ValueError(
             f"expected one *.{embedding} in the checkpoint, found {len(found)}: "

@@ -6,6 +6,7 @@ import pytest
 
 from isthmus.config import HFConfig
 from isthmus_gemma_vl.config import megatron_config
+from isthmus_gemma_vl.names import prefix
 from isthmus_gemma_vl.tiny import PUBLISHED, tiny_config, vision_language
 
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -60,6 +61,8 @@ def test_a_models_logits_are_capped_and_a_vision_language_models_are_not() -> No
         ({"attention_bias": True}, "attention_bias"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
         ({"rope_scaling": {"rope_type": "linear"}}, "needs a factor"),
+        ({"rope_scaling": {"type": "linear", "factor": 8.0}}, "Write rope_scaling.rope_type"),
+        ({"head_dim": 31}, "head_dim=31, expected an even number"),
         ({"rope_parameters": {SLIDING: {"rope_theta": 5.0}}}, "rope_local_base_freq"),
         ({"layer_types": [SLIDING] * 18}, "contradicts itself: sliding_window_pattern"),
         ({"layer_types": [SLIDING] * 3, "sliding_window_pattern": None}, "names 3 layers"),
@@ -71,3 +74,21 @@ def test_a_models_logits_are_capped_and_a_vision_language_models_are_not() -> No
 def test_what_megatron_does_not_compute_is_refused(changed: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         fields(PUBLISHED["270m"] | changed)
+
+
+def test_a_window_may_be_stated_where_no_layer_slides() -> None:
+    assert fields(tiny_config(sliding_window_pattern=1))["window_size"] is None
+
+
+@pytest.mark.parametrize("mark", ["boi_token_index", "eoi_token_id"])
+def test_what_stands_around_an_image_is_none_of_its_tokens(mark: str) -> None:
+    config = vision_language(tiny_config())
+    config[mark.replace("_id", "_index")] = None
+    with pytest.raises(ValueError, match=mark.removesuffix("_id").removesuffix("_index")):
+        fields(config | {mark: config["image_token_index"]})
+
+
+@pytest.mark.parametrize("before", ["", "model.", "model.language_model."])
+def test_any_prefix_is_found(before: str) -> None:
+    keys = frozenset({f"{before}embed_tokens.weight", "lm_head.weight", "unembed_tokens.weight"})
+    assert prefix(HFConfig(tiny_config()), keys) == before

@@ -9,7 +9,9 @@ import pytest
 
 from isthmus import cli
 from isthmus.config import HFConfig
+from isthmus.layout import Layout
 from isthmus.tiny import transformers_tensors
+from isthmus_gemma_vl.layout import problems
 from isthmus_gemma_vl.tiny import PUBLISHED, VISION, vision_language
 
 WITH_TOWER = vision_language(
@@ -49,3 +51,12 @@ def test_three_ranks_cannot_share_four_heads(tmp_path: Path, capsys: pytest.Capt
     assert cli.main(["plan", str(tmp_path / "config.json"), "--tp", "3"]) == 1
     captured = capsys.readouterr()
     assert "cannot divide 4 attention heads" in captured.out + captured.err
+
+
+def test_rows_of_attention_must_divide_where_key_value_heads_are_fewer() -> None:
+    fields = {"num_attention_heads": 6, "num_query_groups": 1, "kv_channels": 32}
+    assert problems(Layout(tp=2), fields) == []
+    assert problems(Layout(tp=3), fields) == [
+        "cannot divide 256 rows of linear_qkv, 6 attention heads and twice 1 key/value heads, over"
+        " tensor_model_parallel_size=3"
+    ]

@@ -55,6 +55,20 @@ def test_outputs_and_gradients_are_hugging_faces(
     ]
 
 
+def test_an_image_token_that_the_vocabulary_lacks_and_a_tower_with_dropout(
+    checkpoints: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = tmp_path / "beyond"
+    shutil.copytree(checkpoints("vision"), folder)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"image_token_index": 400, "boi_token_index": 401}
+    config["vision_config"]["attention_dropout"] = 0.5  # off in both of verify's models
+    (folder / "config.json").write_text(json.dumps(config))
+    document = proof(folder, Layout(), GRADIENTS)
+    assert document["failures"] == []
+    assert document["passed"]
+
+
 def features_one_token_late(patch: pytest.MonkeyPatch) -> None:
     from isthmus_gemma_vl.vision import Gemma3Model
 

@@ -133,8 +133,8 @@ class _Copier:
         if different:
             raise ValueError(
                 ", ".join(f"{copy} differs from {name}" for copy, name in sorted(different))
-                + ", but the config says that they are one (tie_word_embeddings). Set tie_word_embeddings to"
-                " false in config.json to keep both"
+                + ", and both are of one Megatron tensor. If one is the head and the other the embedding, set"
+                " tie_word_embeddings to false in config.json; of two heads, remove the one not meant"
             )
 
     def _runs(self, rule: Rule, tensor: torch.Tensor) -> tuple[Run, ...]:

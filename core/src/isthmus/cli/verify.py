@@ -72,6 +72,7 @@ def run(args: argparse.Namespace) -> int:
         seed=args.seed,
         overrides=config_options.fields(args),
     )
+    bridge.hf_config.as_transformers_reads_it()  # or there is no model to compare with
     model.check(bridge, layout, request.overrides)
     request.check(layout, bridge.megatron_fields["seq_length"])
     if args.report is not None:

@@ -37,6 +37,8 @@ def check(
     position_ids: Any,
     per_token: Mapping[str, Any],
     vision: Mapping[str, Any],
+    vocabulary: int,
+    placeholders: Collection[int] = (),
     axes: int = 1,
     tp: int = 1,
     cp: int = 1,
@@ -48,6 +50,7 @@ def check(
         position_ids: (b, s), as Megatron counts them, or with more than one of `axes` (axes, b, s).
         per_token: by name, what has a value for each token.
         vision: by name, the vision inputs, whose shapes the family knows.
+        vocabulary: its size, which all token ids but the `placeholders` are below.
         tp, cp: ranks that divide a row; tensor-parallel ones do under sequence parallelism alone.
     """
     shape, lines = tuple(input_ids.shape), []
@@ -59,6 +62,14 @@ def check(
         for name, value in per_token.items()
         if value is not None and name not in others and tuple(value.shape) != shape
     ]
+    outside = (input_ids < 0) | (input_ids >= vocabulary)
+    for token in placeholders:
+        outside = outside & (input_ids != token)
+    if bool(outside.any()):
+        # Tensor-parallel ranks would take each for one of another rank's, and embed it as zeros.
+        wrong = ", ".join(map(str, input_ids[outside].unique().tolist()[:8]))
+        samples = ", ".join(map(str, outside.any(-1).nonzero().flatten().tolist()))
+        lines.append(f"input_ids has {wrong} in row {samples}, expected tokens below vocab_size={vocabulary}")
     if shape[1] % (tp * cp):
         lines.append(
             f"input_ids has rows of {shape[1]} tokens, expected a multiple of {tp * cp}:"

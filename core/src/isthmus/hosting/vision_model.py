@@ -47,6 +47,11 @@ class VisionLanguageModel(GPTModel):
             model.vision_model = build_tower(lambda: model.build_tower(model_config), model.config)
         return model
 
+    @property
+    def placeholders(self) -> tuple[int, ...]:
+        """Token ids that are never looked up, so that they may be none of the vocabulary's."""
+        return ()
+
     def build_tower(self, model_config: Any) -> nn.Module:
         """HF's vision module, and what projects its features, under the current default device and dtype."""
         raise NotImplementedError(f"{type(self).__name__} must define build_tower(model_config)")
@@ -116,6 +121,8 @@ class VisionLanguageModel(GPTModel):
             position_ids,
             per_token,
             inputs,
+            self.model_config.vocab_size,
+            self.placeholders,
             self.axes,
             tp=groups.tp.size() if self.config.sequence_parallel else 1,
             cp=groups.cp.size(),

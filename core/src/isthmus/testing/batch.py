@@ -34,12 +34,18 @@ class Batch:
     packed: bool  # a microbatch is one row of sequences end to end, instead of one row for each
     multiple: int = 1  # packed: each sequence is padded to a multiple of this,
     row_multiple: int = 1  # and the last one until the row is a multiple of this
+    vocabulary: int | None = None  # placeholders of images may lie beyond it
     inputs: tuple[Inputs, ...] = ()  # of each sequence, of a vision-language model; none for one of text
 
     @property
     def tokens(self) -> int:
         """Tokens to run, over all sequences."""
         return sum(len(sequence) - 1 for sequence in self.sequences)
+
+    def labels(self, sequence: Tensor) -> Tensor:
+        """(L,) next tokens; 0 for one that is none of the vocabulary's, which no model can predict."""
+        following = sequence[1:]
+        return following if self.vocabulary is None else following.where(following < self.vocabulary, 0)
 
     @property
     def bounds(self) -> list[tuple[int, int]]:
@@ -115,4 +121,4 @@ def random_batch(
     if sample is not None:
         pairs = [sample(tokens, kind, generator) for tokens, kind in zip(sequences, cycle(kinds))]
         sequences, inputs = (tuple(part) for part in zip(*pairs, strict=True))  # type: ignore[assignment]
-    return Batch(sequences, len(lengths), packed, multiple, row_multiple, inputs)
+    return Batch(sequences, len(lengths), packed, multiple, row_multiple, vocabulary, inputs)

@@ -146,7 +146,7 @@ def _one(
     model: Model, sequence: Tensor, inputs: Inputs, batch: Batch, mtp_weight: float, into: _Collected
 ) -> Tensor:
     """One sequence's share of the loss."""
-    tokens, labels = sequence[None, :-1], sequence[1:]
+    tokens, labels = sequence[None, :-1], batch.labels(sequence)
     given = {
         name: (tensor[None] if name.endswith(PER_TOKEN) else tensor).to(tokens.device)
         for name, tensor in inputs.items()

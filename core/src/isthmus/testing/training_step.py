@@ -111,7 +111,7 @@ def _feed(sequences: list[Tensor], batch: Batch, own: Tensor, device: torch.devi
 
     feed: dict[str, Any] = {
         "input_ids": row([s[:-1] for s in sequences]),
-        "labels": row([s[1:] for s in sequences]),
+        "labels": row([batch.labels(s) for s in sequences]),
         "position_ids": row([torch.arange(len(s) - 1) for s in sequences]),
         "loss_mask": row([torch.ones(len(s) - 1) for s in sequences]),
         "attention_mask": None,

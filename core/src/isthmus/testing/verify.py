@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 SAMPLES = ("image", "images", "video", "text")
 DROPOUTS = ("attention_dropout", "hidden_dropout")
+HF_DROPOUTS = ("attention_dropout", "dropout")  # as HF's attention modules call them
 
 type Watch = Callable[[str], AbstractContextManager[None]]
 
@@ -130,8 +131,9 @@ def _build(
     config = bridge.get_model_config(**{**request.overrides, **layout.config_overrides(), **fixed})
     chunks = bridge.build_model(config, wrap_with_ddp=with_ddp)
     for module in (module for chunk in chunks for module in chunk.modules()):
-        if isinstance(getattr(module, "attention_dropout", None), float):  # HF's own, hosted
-            module.attention_dropout = 0.0  # type: ignore[assignment]
+        for name in HF_DROPOUTS:
+            if isinstance(getattr(module, name, None), float):  # HF's own, hosted
+                setattr(module, name, 0.0)
     return chunks
 
 

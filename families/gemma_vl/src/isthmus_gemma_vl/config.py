@@ -17,7 +17,10 @@ SIGLIP = "siglip_vision_model"
 # Of a vision-language model: what surrounds its features, which no forward pass looks for, a pooling head
 # that no Gemma 3 uses, what a training from scratch begins with, and padding, which the text config states.
 VISION_INERT = frozenset(
-    {"boi_token_index", "eoi_token_index", "vision_use_head", "initializer_range", "pad_token_id"}
+    {
+        *("boi_token_index", "boi_token_id", "eoi_token_index", "eoi_token_id"),
+        *("vision_use_head", "initializer_range", "pad_token_id"),
+    }
 )
 # Of a vision tower, as transformers' class has them.
 VISION_FIELDS = (
@@ -37,7 +40,10 @@ def megatron_config(hf: HFConfig, keys: frozenset[str]) -> dict[str, Any]:
             arithmetic that Megatron does not have.
     """
     text = text_config(hf)
-    head_dim = text["head_dim"]
+    if (head_dim := text["head_dim"]) % 2:
+        raise ValueError(
+            f"config.json: head_dim={head_dim}, expected an even number, half of it to be rotated"
+        )
     rotary = ropes(text)
     fields = decoder_config(text, {"position_embedding_type": "rope"}, activation_key="hidden_activation")
     kinds = layer_kinds(text)
@@ -82,7 +88,15 @@ def _vision(hf: HFConfig) -> dict[str, Any]:
             f" patch_size={patch} do not fit: the tokens of an image are a square, each of a square of whole"
             " patches"
         )
-    return {"config": config, "tokens_per_image": tokens, "image_token": image_token(hf)}
+    image, marks = image_token(hf), {}
+    for mark in ("boi_token", "eoi_token"):
+        marks[f"{mark}_index"] = hf.either(f"{mark}_index", f"{mark}_id")
+    if same := [name for name, token in marks.items() if token == image]:
+        raise ValueError(
+            f"config.json: {' and '.join(same)} is {image}, as image_token_index is: what stands around an"
+            " image is none of its tokens"
+        )
+    return {"config": config, "tokens_per_image": tokens, "image_token": image}
 
 
 def layer_kinds(text: HFConfig) -> list[str]:
@@ -106,9 +120,10 @@ def layer_kinds(text: HFConfig) -> list[str]:
 
 def _window(text: HFConfig, kinds: list[str]) -> dict[str, Any]:
     """A sliding layer sees `sliding_window` tokens, itself among them; Megatron counts those before it."""
+    window = text["sliding_window"]  # stated also where no layer slides
     if SLIDING not in kinds:
         return {"window_size": None, "window_attn_skip_freq": None}
-    if (window := text["sliding_window"]) is None:
+    if window is None:
         raise LookupError("config.json: sliding_window is null, and there are sliding layers; add its tokens")
     return {
         "window_size": (window - 1, 0),

@@ -36,7 +36,15 @@ def ropes(hf: HFConfig) -> Ropes:
         for entry, value in section.items():
             name = "rope_type" if entry == "type" else entry
             state(stated[kind], name, f"rope_parameters.{kind}.{entry}", value)
-    for entry, value in hf.get("rope_scaling", {}).items():
+    scaling = hf.get("rope_scaling", {})
+    old = scaling.get("type", "default")
+    if old != "default" and "rope_type" not in stated[FULL].keys() | scaling.keys():
+        raise ValueError(
+            f"config.json: rope_scaling.type={old!r}: transformers 4 scales the rope of full layers so,"
+            " transformers 5 reads no `type` for Gemma 3 and does not. Write rope_scaling.rope_type, as the"
+            " model was trained"
+        )
+    for entry, value in scaling.items():
         state(stated[FULL], "rope_type" if entry == "type" else entry, f"rope_scaling.{entry}", value)
     state(stated[FULL], "rope_theta", "rope_theta", hf.get("rope_theta"))
     state(stated[SLIDING], "rope_theta", "rope_local_base_freq", hf.get("rope_local_base_freq"))

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from isthmus.config import HFConfig
-from isthmus_gemma_vl.names import image_token
+from isthmus_gemma_vl.names import image_token, text_config
 
 # How many images a sequence of each kind holds; Gemma's processor has no videos, their frames are images.
 # What does not fit is left out from the end: with `verify`'s 32 tokens all but two.
@@ -17,8 +17,8 @@ def sample(
     """`tokens` (L + 1,) with placeholders, and the inputs of the L to run. LookupError: unknown kind."""
     if kind not in KINDS:
         raise LookupError(f"no samples of kind {kind!r}; there are {', '.join(KINDS)}")
-    vision, image = hf.section("vision_config"), image_token(hf)
-    begin, end = hf["boi_token_index"], hf["eoi_token_index"]
+    vision, image, rows = hf.section("vision_config"), image_token(hf), text_config(hf)["vocab_size"]
+    begin, end = (mark if mark < rows else 2 for mark in (hf["boi_token_index"], hf["eoi_token_index"]))
     tokens = torch.where(torch.isin(tokens, torch.tensor([image, begin, end])), 2, tokens)
     marked = torch.tensor([begin, *[image] * hf["mm_tokens_per_image"], end])
     at, pixels = 2, []

@@ -23,6 +23,11 @@ class Gemma3Model(VisionLanguageModel):
 
     inputs: ClassVar[tuple[str, ...]] = NAMES
 
+    @property
+    def placeholders(self) -> tuple[int, ...]:
+        """The image token."""
+        return (self.model_config.vision["image_token"],)
+
     def build_tower(self, model_config: Any) -> nn.Module:
         """HF's SiglipVisionModel without its pooling head, and HF's Gemma3MultiModalProjector."""
         return VisionTower(model_config.vision, self.config.hidden_size)
@@ -47,7 +52,7 @@ class Gemma3Model(VisionLanguageModel):
     def features(self, input_ids: Tensor, **inputs: Tensor | None) -> tuple[Tensor, Tensor] | None:
         """Of all images in one call."""
         pixels = inputs["pixel_values"]
-        if pixels is None:
+        if pixels is None or not len(pixels):
             return None
         found = self.vision_model(pixels).flatten(0, 1)
         places, here = torch.full_like(input_ids, -1), self._images(input_ids)
