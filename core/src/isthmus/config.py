@@ -157,9 +157,13 @@ class HFConfig(Mapping[str, Any]):
 
             if self.model_type not in CONFIG_MAPPING:
                 raise LookupError(
-                    f"config.json leaves fields out, and transformers {transformers.__version__} has no "
-                    f"defaults for model_type {self.model_type!r}. Upgrade transformers, or add the fields"
+                    f"transformers {transformers.__version__} has no class for model_type"
+                    f" {self.model_type!r}, whose defaults stand for fields that config.json leaves out."
+                    " Upgrade transformers, or add the fields"
                 )
+            for name, value in self.raw.items():  # errors of ours say more than transformers'
+                if name.endswith("_config") and name not in INERT and isinstance(value, Mapping):
+                    check_values(value, f"{name}.")
             config_class = CONFIG_MAPPING[self.model_type]
             try:
                 self._class_config = config_class.from_dict(copy.deepcopy(self.raw))
