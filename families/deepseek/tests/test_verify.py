@@ -52,6 +52,7 @@ def on_rank(folder: Path, layout: Layout, request: Request, mistake: str) -> dic
         (Layout(ep=2), "three_of_groups"),
         (Layout(tp=2), "moonlight"),
         (Layout(tp=2, ep=2), "v32"),
+        (Layout(tp=2, etp=2, pp=2), "v32"),
     ],
     ids=str,
 )
@@ -85,6 +86,8 @@ def test_packed_sequences_are_those_run_one_by_one(
         (Layout(cp=2), "no_mtp", False, {"cp_layout": "contiguous"}),
         (Layout(tp=2), "moonlight", False, {"hosted_mode": "replicated"}),
         (Layout(tp=2, ep=2), "v32", False, {}),
+        (Layout(tp=2, etp=2), "v32", False, {}),
+        (Layout(pp=2, vp=2), "v32", False, {}),
         (Layout(cp=2), "v32", True, {}),
     ],
     ids=str,
