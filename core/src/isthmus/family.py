@@ -41,6 +41,9 @@ class Family:
     overruled: Callable[[HFConfig, Mapping[str, tuple[int, ...]]], dict[str, Any]] | None = None
     """Config fields, dotted for those of a section, in which the shapes of a checkpoint's tensors (by name)
     overrule its config, with the values that they give. Everything else is told what the tensors say."""
+    corrected: frozenset[str] = frozenset()
+    """Of those fields the ones without which transformers does not load the files: an export's config.json
+    states them. All others stay as the source has them."""
     tiny: Tiny | None = None
     """Tiny checkpoints for tests, in the layout of the published ones."""
     sample: str | None = None

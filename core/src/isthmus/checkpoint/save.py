@@ -125,7 +125,8 @@ def _finish(
         carry_side_files(source.folder, staging)
     text = write_config(source.config_text, changes, only_stated=True)
     for name, value in source.overruled.items():
-        text = state_field(text, name, value)
+        if name.rpartition(".")[2] in source.family.corrected:
+            text = state_field(text, name, value)
     if "text_config" in source.hf_config:
         # Readers of the two levels assume different things of one that is silent.
         tied = bool(source.megatron_fields["share_embeddings_and_output_weights"])

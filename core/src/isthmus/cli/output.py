@@ -55,7 +55,7 @@ def console(args: argparse.Namespace) -> Console:
 def overruled(document: dict[str, Any]) -> list[str]:
     """A line for each config field of the checkpoint in which its tensors overrule config.json."""
     return [
-        f"{name}={value} by the checkpoint's tensors, not as config.json says; an export corrects it"
+        f"{name}={value} by the checkpoint's tensors, not as config.json says"
         for name, value in document["overruled"].items()
     ]
 

@@ -13,6 +13,7 @@ FAMILY = Family(
     model_types=("gemma3_text", "gemma3"),
     refused=dict.fromkeys(("gemma4", "gemma4_text"), gemma4.REASON),
     overruled=overruled,
+    corrected=frozenset({"vocab_size"}),
     model_config=megatron_config,
     weights=weights,
     axes=frozenset({"tp", "sp", "pp", "vp", "cp", "dp"}),
