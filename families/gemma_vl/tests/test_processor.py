@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from isthmus.bridge import AutoBridge
 from isthmus.layout import Layout
-from isthmus.testing import ranks, reference
+from isthmus.testing import ranks
 from isthmus.testing.numerics import FLOAT32, rel_rms
 from isthmus.testing.picture import picture
+from isthmus.testing.tower import hosted_and_hugging_faces
 from isthmus_gemma_vl.tiny import SHRUNK_TOKENS, SHRUNK_VISION
 
 WORDS = "what do you see in the image and in the other here is original are some crops to help better ? ."
@@ -68,12 +68,7 @@ def conversations() -> list[dict[str, Any]]:
 
 def logits(folder: Path, layout: Layout) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Megatron's and HF's, of the conversations one by one; other masks are refused on the way."""
-    layout.initialize()
-    bridge = AutoBridge.from_hf_pretrained(folder)
-    fields = {"params_dtype": torch.float32, **layout.config_overrides()}
-    model = bridge.build_model(bridge.get_model_config(**fields))[0]
-    bridge.load_hf_weights(model)
-    hf = reference.load(folder, torch.float32, vision=True).hf
+    model, hf = hosted_and_hugging_faces(folder, layout)
     found = []
     for inputs in conversations():
         mask = inputs["attention_mask"]

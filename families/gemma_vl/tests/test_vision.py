@@ -19,6 +19,7 @@ from isthmus.testing import ranks, reference, training_step
 from isthmus.testing.batch import random_batch
 from isthmus.testing.numerics import FLOAT32, rel_rms
 from isthmus.testing.proof import proof
+from isthmus.testing.tower import features_one_token_late
 from isthmus.testing.verify import SAMPLES, Request, verify
 from isthmus_gemma_vl.samples import sample
 
@@ -69,18 +70,6 @@ def test_an_image_token_that_the_vocabulary_lacks_and_a_tower_with_dropout(
     assert document["passed"]
 
 
-def features_one_token_late(patch: pytest.MonkeyPatch) -> None:
-    from isthmus_gemma_vl.vision import Gemma3Model
-
-    original = Gemma3Model.features
-
-    def late(self: Any, input_ids: torch.Tensor, **inputs: Any) -> Any:
-        found = original(self, input_ids, **inputs)
-        return found and (found[0], found[1].roll(1, dims=1))
-
-    patch.setattr(Gemma3Model, "features", late)
-
-
 def features_scaled_like_embeddings(patch: pytest.MonkeyPatch) -> None:
     from isthmus_gemma_vl.vision import Gemma3Model
 
@@ -107,7 +96,7 @@ def no_window_within_an_image(patch: pytest.MonkeyPatch) -> None:
 
 MUTATIONS = {
     "as it is": lambda patch: None,
-    "place": features_one_token_late,
+    "place": partial(features_one_token_late, model="isthmus_gemma_vl.vision:Gemma3Model"),
     "scale": features_scaled_like_embeddings,
     "causal": causal,
     "window": no_window_within_an_image,

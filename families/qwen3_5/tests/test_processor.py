@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch.nn.functional import pad
 
-from isthmus.bridge import AutoBridge
 from isthmus.config import HFConfig
 from isthmus.layout import Layout
-from isthmus.testing import ranks, reference
+from isthmus.testing import ranks
 from isthmus.testing.numerics import FLOAT32, rel_rms
 from isthmus.testing.picture import picture
+from isthmus.testing.tower import hosted_and_hugging_faces
 from isthmus_qwen3_5.config import megatron_config
 from isthmus_qwen3_5.inputs import KINDS, NAMES, check, token_types
 from isthmus_qwen3_5.tiny import SHRUNK_TOKENS, SHRUNK_VISION, VISION, tiny_config, vision_language
@@ -98,12 +98,7 @@ def logits(folder: Path, layout: Layout) -> list[tuple[torch.Tensor, torch.Tenso
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region as whole
 
-    layout.initialize()
-    bridge = AutoBridge.from_hf_pretrained(folder)
-    fields = {"params_dtype": torch.float32, **layout.config_overrides()}
-    model = bridge.build_model(bridge.get_model_config(**fields))[0]
-    bridge.load_hf_weights(model)
-    hf = reference.load(folder, torch.float32, vision=True).hf
+    model, hf = hosted_and_hugging_faces(folder, layout)
     given = [dict(each) for each in conversations()]
     with torch.no_grad():
         expected = [hf(**inputs).logits for inputs in given]

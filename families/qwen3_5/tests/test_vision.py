@@ -22,6 +22,7 @@ from isthmus.testing.batch import random_batch
 from isthmus.testing.files import tensors
 from isthmus.testing.numerics import FLOAT32, rel_rms
 from isthmus.testing.proof import prove
+from isthmus.testing.tower import features_one_token_late
 from isthmus.testing.verify import SAMPLES, Request
 from isthmus_qwen3_5.samples import sample
 
@@ -74,18 +75,6 @@ def test_outputs_and_gradients_are_hugging_faces(
     assert document["gradients"]["zero"] == []
 
 
-def features_one_token_late(patch: pytest.MonkeyPatch) -> None:
-    from isthmus_qwen3_5.vision import Qwen35Model
-
-    original = Qwen35Model.features
-
-    def late(self: Any, input_ids: torch.Tensor, **inputs: Any) -> Any:
-        found = original(self, input_ids, **inputs)
-        return found and (found[0], found[1].roll(1, dims=1))
-
-    patch.setattr(Qwen35Model, "features", late)
-
-
 def height_and_width_swapped(patch: pytest.MonkeyPatch) -> None:
     from isthmus_qwen3_5 import vision
 
@@ -120,7 +109,7 @@ def gradients_of_one_context_rank(patch: pytest.MonkeyPatch) -> None:
 
 MUTATIONS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "": lambda patch: None,
-    "place": features_one_token_late,
+    "place": partial(features_one_token_late, model="isthmus_qwen3_5.vision:Qwen35Model"),
     "axes": height_and_width_swapped,
     "tp": gradients_not_summed,
     "cp": gradients_of_one_context_rank,
